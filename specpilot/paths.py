@@ -1,0 +1,89 @@
+"""Where SpecPilot keeps what it makes: one home folder, nothing anywhere else.
+
+The functions only compute paths; whoever writes creates the folder. May import errors only.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from specpilot.errors import RunFolderError, UsageError
+
+JOURNAL_NAME = "journal.sqlite"
+"""Name of the journal inside a run folder; a folder without it is not a run."""
+
+
+def home() -> Path:
+    """`$SPECPILOT_HOME`, or `~/.specpilot`. Always absolute. Raises `UsageError` for a relative value."""
+    value = os.environ.get("SPECPILOT_HOME", "")
+    if not value:
+        return Path.home() / ".specpilot"
+    path = Path(value).expanduser()
+    if not path.is_absolute():
+        raise UsageError(
+            f"SPECPILOT_HOME={value!r} is not an absolute path",
+            "set it to an absolute path, or unset it to use ~/.specpilot.",
+        )
+    return path
+
+
+def runs_dir() -> Path:
+    """Folder that holds one folder per run."""
+    return home() / "runs"
+
+
+def models_dir() -> Path:
+    """Folder of fetched and converted checkpoints; safe to delete, they are fetched again."""
+    return home() / "models"
+
+
+def logs_dir() -> Path:
+    """Folder of tracebacks of unexpected errors."""
+    return home() / "logs"
+
+
+def machine_file() -> Path:
+    """Measured bandwidth and peaks of this machine (JSON)."""
+    return home() / "machine.json"
+
+
+def memory_url() -> str:
+    """SQLAlchemy URL of the memory: `$SPECPILOT_MEMORY_URL`, or an SQLite file in the home folder."""
+    return os.environ.get("SPECPILOT_MEMORY_URL") or f"sqlite:///{home() / 'memory.sqlite'}"
+
+
+def all_runs() -> list[Path]:
+    """Run folders under `runs_dir()`, oldest first (by the time their journal was created)."""
+    root = runs_dir()
+    if not root.is_dir():
+        return []
+    found = [folder for folder in root.iterdir() if (folder / JOURNAL_NAME).is_file()]
+    return sorted(found, key=lambda folder: (folder.stat().st_ctime, folder.name))
+
+
+def find_run(name: str) -> Path:
+    """The run folder that a user means: a path, a run id, the start of exactly one id, or `latest`.
+
+    Raises `RunFolderError` when there is none, or more than one.
+    """
+    direct = Path(name).expanduser()
+    if (direct / JOURNAL_NAME).is_file():
+        return direct.resolve()
+    runs = sorted(all_runs(), key=lambda folder: (folder / JOURNAL_NAME).stat().st_mtime)
+    if name == "latest":
+        if runs:
+            return runs[-1]
+        raise RunFolderError(f"there is no run under {runs_dir()}", "start one: specpilot optimize --deployment NAME")
+    matches = [run for run in runs if run.name == name] or [run for run in runs if run.name.startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = ", ".join(run.name for run in matches[:8])
+        raise RunFolderError(f"{name!r} names {len(matches)} runs: {names}", "give more of the run id.")
+    if direct.is_dir():
+        raise RunFolderError(
+            f"{direct} is not a run folder: it has no {JOURNAL_NAME}",
+            "give the folder that `specpilot optimize` printed; `specpilot runs` lists them.",
+        )
+    raise RunFolderError(f"no run named {name!r} under {runs_dir()}", "`specpilot runs` lists them.")
