@@ -1,0 +1,1 @@
+"""Deployments that come with SpecPilot: data, no code. One folder each, with a `deployment.yaml`."""
