@@ -294,7 +294,9 @@ class Deployment(Section):
     def engine_tree(self) -> Path:
         """Folder of the engine tree. Raises `UsageError` if there is none."""
         bundled = _PACKAGE / "engines" / self.engine.tree
-        tree = bundled if re.fullmatch(r"\w+", self.engine.tree) and bundled.is_dir() else self.resolve(self.engine.tree)
+        tree = (
+            bundled if re.fullmatch(r"\w+", self.engine.tree) and bundled.is_dir() else self.resolve(self.engine.tree)
+        )
         if not (tree / "engine.toml").is_file():
             raise UsageError(
                 f"deployment {self.name}: engine.tree {self.engine.tree!r} is neither a bundled engine nor a folder "
@@ -359,7 +361,10 @@ def parse_deployment(text: str, folder: Path, source: str = FILE_NAME, overrides
     except yaml.YAMLError as error:
         raise UsageError(f"{source} is not valid YAML: {error}", "mend it at the place named.") from error
     if not isinstance(data, dict):
-        raise UsageError(f"{source}: expected a mapping of keys, found {type(data).__name__}", "`specpilot deployments show NAME` prints a valid one.")
+        raise UsageError(
+            f"{source}: expected a mapping of keys, found {type(data).__name__}",
+            "`specpilot deployments show NAME` prints a valid one.",
+        )
     for override in overrides:
         _apply(data, override)
     try:

@@ -138,7 +138,9 @@ class EngineSpec(BaseModel):
         path = PurePosixPath(relative_path)
         if path.is_absolute() or ".." in path.parts or ".git" in path.parts or relative_path == MANIFEST:
             return False
-        return _matches(relative_path, self.editable_paths.include) and not _matches(relative_path, self.editable_paths.exclude)
+        return _matches(relative_path, self.editable_paths.include) and not _matches(
+            relative_path, self.editable_paths.exclude
+        )
 
     def _fill(self, word: str, values: dict[str, str]) -> str:
         def value_of(match: re.Match[str]) -> str:
@@ -158,7 +160,9 @@ def load_engine_spec(tree: Path) -> EngineSpec:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"{tree} is not an engine tree: it has no {MANIFEST}", "see engines/slim/engine.toml.") from None
+        raise UsageError(
+            f"{tree} is not an engine tree: it has no {MANIFEST}", "see engines/slim/engine.toml."
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}", "mend it at the place named.") from error
     try:

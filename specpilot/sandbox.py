@@ -192,7 +192,9 @@ class Child:
             for process in running:
                 _signal(process.pid, signal.SIGSTOP)
             time.sleep(0.002)
-        raise InfrastructureError(f"cannot freeze process {self.pid} ({self.command[0]})", "stop the run and resume it.")
+        raise InfrastructureError(
+            f"cannot freeze process {self.pid} ({self.command[0]})", "stop the run and resume it."
+        )
 
     def thaw(self) -> None:
         """Let every process of this command go on (SIGCONT)."""
@@ -390,7 +392,8 @@ def _without_secrets(env: Mapping[str, str]) -> Mapping[str, str]:
     leaked = [name for name in env if is_secret_name(name)]
     if leaked:
         raise UsageError(
-            f"refusing to give {', '.join(leaked)} to an untrusted process", "build its environment with scrub_environment."
+            f"refusing to give {', '.join(leaked)} to an untrusted process",
+            "build its environment with scrub_environment.",
         )
     return env
 

@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import time
+from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
 POLL_S = 0.5
@@ -107,7 +108,7 @@ def signal_all(group: int, number: int) -> None:
 class Guard:
     """One command, its limits, and the loop that watches it."""
 
-    def __init__(self, spec: dict) -> None:
+    def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
         self.control: int = spec["control"]
         self.status: int = spec["status"]
@@ -156,8 +157,8 @@ class Guard:
                 resource.setrlimit(kind, (limit, limit))
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(output, 1)
-            for number in close:
-                os.close(number)
+            for descriptor in close:
+                os.close(descriptor)
             if not os.read(go, 1):
                 os._exit(125)
             os.chdir(self.spec["cwd"])

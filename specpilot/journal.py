@@ -1,0 +1,486 @@
+"""The durable memory of one run: an SQLite file that survives `kill -9` at any point.
+
+Every step is recorded before it acts and after; a finished step is never run again, a started one is. The
+file is in WAL mode, written through one connection per process, serialised by a lock, and waits for other
+processes (`specpilot status`, `attempt submit`) instead of failing. Liveness of a run is a held file lock,
+never a heartbeat. May import contracts and errors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar, overload
+
+from pydantic import BaseModel
+
+from specpilot.contracts import AttemptState, Reason
+from specpilot.errors import RunFolderError, RunLockedError, SpecPilotError, disk_full_named
+
+APPLICATION_ID = 0x53504A4C  # "SPJL": tells our file from any other SQLite file
+SCHEMA_VERSION = 1
+BUSY_TIMEOUT_S = 60.0
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE steps (key TEXT PRIMARY KEY, state TEXT NOT NULL, starts INTEGER NOT NULL, started_at REAL NOT NULL,
+                    finished_at REAL, result TEXT);
+CREATE TABLE attempts (id TEXT PRIMARY KEY, position INTEGER NOT NULL, round INTEGER NOT NULL, worker TEXT NOT NULL,
+                       component TEXT NOT NULL, state TEXT NOT NULL, reason TEXT, detail TEXT NOT NULL,
+                       data TEXT NOT NULL, created_at REAL NOT NULL, updated_at REAL NOT NULL);
+CREATE TABLE attempt_history (position INTEGER PRIMARY KEY, attempt_id TEXT NOT NULL, state TEXT NOT NULL,
+                              reason TEXT, at REAL NOT NULL);
+CREATE TABLE processes (position INTEGER PRIMARY KEY, pid INTEGER NOT NULL, pgid INTEGER NOT NULL,
+                        start_time REAL NOT NULL, purpose TEXT NOT NULL, started_at REAL NOT NULL, ended_at REAL);
+CREATE TABLE events (position INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL,
+                     data TEXT NOT NULL);
+"""
+
+_S = AttemptState
+_END = {_S.rejected, _S.superseded}
+LEGAL: dict[AttemptState, set[AttemptState]] = {
+    _S.planned: {_S.working} | _END,
+    _S.working: {_S.submitted} | _END,
+    _S.submitted: {_S.measured} | _END,
+    _S.measured: {_S.gated} | _END,
+    _S.gated: {_S.accepted} | _END,
+    _S.accepted: {_S.merged} | _END,
+    _S.merged: {_S.superseded},
+    _S.rejected: set(),
+    _S.superseded: set(),
+}
+"""Where an attempt may go from each state."""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class IllegalTransition(SpecPilotError):
+    """An attempt was moved to a state that does not follow from its own: a defect of the caller."""
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One recorded step. Times are seconds since the epoch."""
+
+    key: str
+    finished: bool
+    starts: int
+    """How often it was started; above 1 means that a crash made it run again."""
+    started_at: float
+    finished_at: float | None
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    """One attempt as it stands."""
+
+    id: str
+    round: int
+    worker: str
+    component: str
+    state: AttemptState
+    reason: Reason | None
+    detail: str
+    data: dict[str, Any]
+    """JSON that the loop keeps with it: brief, candidate, comparison, verdict."""
+    created_at: float
+    updated_at: float
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """A child process that was started and not yet seen to end."""
+
+    pid: int
+    pgid: int
+    start_time: float
+    purpose: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the append-only log."""
+
+    position: int
+    at: float
+    kind: str
+    data: dict[str, Any]
+
+
+class Journal:
+    """The journal of one run. All methods may be called from any thread of the process."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._db = connection
+        self._lock = threading.RLock()
+        self._step_locks: dict[str, threading.Lock] = {}
+
+    @classmethod
+    def create(cls, path: Path, meta: Mapping[str, Any]) -> Journal:
+        """A new journal holding `meta` (JSON values). Raises `RunFolderError` if the file exists."""
+        if path.exists():
+            raise RunFolderError(
+                f"{path.parent} already holds a run", f"`specpilot resume {path.parent}`, or give another --run-dir."
+            )
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        with disk_full_named(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch.unlink(missing_ok=True)
+            db = sqlite3.connect(scratch, isolation_level=None)
+            db.executescript(
+                f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={SCHEMA_VERSION}; BEGIN; {_SCHEMA}"
+            )
+            now = time.time()
+            rows = [("created_at", _dumps(now)), *((key, _dumps(value)) for key, value in meta.items())]
+            db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+            db.execute("COMMIT")
+            db.close()
+            # The file appears complete or not at all: a crash above leaves no half-made journal behind.
+            os.link(scratch, path)
+            scratch.unlink()
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """An existing journal. Raises `RunFolderError` if it is missing, damaged, foreign or too new."""
+        if not path.is_file():
+            raise RunFolderError(
+                f"{path.parent} is not a run folder: it has no {path.name}", "`specpilot runs` lists them."
+            )
+        try:
+            db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
+            application = db.execute("PRAGMA application_id").fetchone()[0]
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if application == APPLICATION_ID and version == SCHEMA_VERSION:
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute("PRAGMA synchronous=FULL")
+                damage = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+                if damage != "ok":
+                    raise sqlite3.DatabaseError(damage)
+                return cls(path, db)
+            db.close()
+        except sqlite3.DatabaseError as error:
+            with disk_full_named(path):
+                if "disk is full" in str(error):
+                    raise
+            raise RunFolderError(
+                f"{path} is damaged or not a journal: {error}",
+                "restore it from a copy, or start a new run; the run's commits are still in repo/.",
+            ) from error
+        if application != APPLICATION_ID:
+            raise RunFolderError(f"{path} is an SQLite file, but not a SpecPilot journal", "give a run folder.")
+        raise RunFolderError(
+            f"{path} has schema {version}, this version reads {SCHEMA_VERSION}", "use the SpecPilot that made the run."
+        )
+
+    def close(self) -> None:
+        """Release the file."""
+        with self._lock:
+            self._db.close()
+
+    # -- meta ---------------------------------------------------------------------------------------------
+
+    def meta(self) -> dict[str, Any]:
+        """All meta values."""
+        return {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM meta")}
+
+    def set_meta(self, key: str, value: Any) -> None:
+        """Store one meta value (JSON)."""
+        with self._write() as db:
+            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _dumps(value)))
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, key: str, function: Callable[[], M], *, model: type[M]) -> M: ...
+    @overload
+    def step(self, key: str, function: Callable[[], list[M]], *, model: type[M]) -> list[M]: ...
+    @overload
+    def step(self, key: str, function: Callable[[], Any], *, model: None = None) -> Any: ...
+
+    def step(self, key: str, function: Callable[[], Any], *, model: type[BaseModel] | None = None) -> Any:
+        """The result of `function`, run at most once to its end over all lives of the run.
+
+        Recorded as started before and with its result after. A finished step returns the stored result. With
+        `model`, the result is a record of that class, a list of them, or None; without, plain JSON. What is
+        returned has always gone through JSON, so that a resumed run sees exactly what the first one saw.
+        """
+        with self._lock:
+            lock = self._step_locks.setdefault(key, threading.Lock())
+        with lock:
+            row = self._rows("SELECT state, result FROM steps WHERE key = ?", (key,))
+            if row and row[0][0] == "finished":
+                return _decode(row[0][1], model)
+            now = time.time()
+            with self._write() as db:
+                db.execute(
+                    "INSERT INTO steps VALUES (?, 'started', 1, ?, NULL, NULL) "
+                    "ON CONFLICT (key) DO UPDATE SET starts = starts + 1, started_at = excluded.started_at",
+                    (key, now),
+                )
+            text = _encode(function())
+            with self._write() as db:
+                db.execute(
+                    "UPDATE steps SET state = 'finished', finished_at = ?, result = ? WHERE key = ?",
+                    (time.time(), text, key),
+                )
+            return _decode(text, model)
+
+    def finished(self, key: str) -> bool:
+        """True if this step has run to its end."""
+        return bool(self._rows("SELECT 1 FROM steps WHERE key = ? AND state = 'finished'", (key,)))
+
+    def result(self, key: str, model: type[BaseModel] | None = None) -> Any:
+        """The stored result of a finished step. Raises `KeyError` if it has not finished."""
+        row = self._rows("SELECT result FROM steps WHERE key = ? AND state = 'finished'", (key,))
+        if not row:
+            raise KeyError(key)
+        return _decode(row[0][0], model)
+
+    def steps(self) -> list[StepRow]:
+        """All steps in the order of their first start."""
+        rows = self._rows("SELECT key, state, starts, started_at, finished_at FROM steps ORDER BY rowid")
+        return [StepRow(key, state == "finished", starts, began, ended) for key, state, starts, began, ended in rows]
+
+    # -- attempts -----------------------------------------------------------------------------------------
+
+    def create_attempt(
+        self, attempt_id: str, *, round: int, worker: str, component: str = "", data: Mapping[str, Any] | None = None
+    ) -> AttemptRow:
+        """A new attempt in state `planned`; an attempt that exists already is returned as it stands."""
+        now = time.time()
+        with self._write() as db:
+            made = db.execute(
+                "INSERT OR IGNORE INTO attempts SELECT ?, count(*), ?, ?, ?, 'planned', NULL, '', ?, ?, ? FROM attempts",
+                (attempt_id, round, worker, component, _dumps(dict(data or {})), now, now),
+            ).rowcount
+            if made:
+                self._history(db, attempt_id, AttemptState.planned, None)
+        return self.attempt(attempt_id)
+
+    def move_attempt(
+        self,
+        attempt_id: str,
+        state: AttemptState,
+        *,
+        reason: Reason | None = None,
+        detail: str = "",
+        data: Mapping[str, Any] | None = None,
+    ) -> AttemptRow:
+        """Move an attempt along the legal transitions; `data` is merged into what it holds.
+
+        `rejected` needs a reason, other states take none. Moving to the state it is in already changes only
+        `data` and `detail`. Raises `IllegalTransition`.
+        """
+        if (state is AttemptState.rejected) != (reason is not None):
+            raise IllegalTransition(
+                f"attempt {attempt_id}: {state} with reason {reason}", "only rejected has a reason."
+            )
+        with self._write() as db:
+            old = self.attempt(attempt_id)
+            if state is not old.state and state not in LEGAL[old.state]:
+                raise IllegalTransition(
+                    f"attempt {attempt_id} cannot go from {old.state} to {state}",
+                    f"legal: {', '.join(sorted(LEGAL[old.state])) or 'nothing'}.",
+                )
+            if state is old.state and reason is not old.reason:
+                raise IllegalTransition(
+                    f"attempt {attempt_id} is already rejected for {old.reason}", "keep the first reason."
+                )
+            db.execute(
+                "UPDATE attempts SET state = ?, reason = ?, detail = ?, data = ?, updated_at = ? WHERE id = ?",
+                (state, reason, detail or old.detail, _dumps(old.data | dict(data or {})), time.time(), attempt_id),
+            )
+            if state is not old.state:
+                self._history(db, attempt_id, state, reason)
+        return self.attempt(attempt_id)
+
+    def attempt(self, attempt_id: str) -> AttemptRow:
+        """One attempt. Raises `RunFolderError` if there is none of that id."""
+        rows = self._rows("SELECT * FROM attempts WHERE id = ?", (attempt_id,))
+        if not rows:
+            raise RunFolderError(
+                f"run {self.path.parent} has no attempt {attempt_id!r}", "`specpilot attempt list RUN`."
+            )
+        return _attempt(rows[0])
+
+    def attempts(self, round: int | None = None, state: AttemptState | None = None) -> list[AttemptRow]:
+        """Attempts in order of creation, of one round or one state if given."""
+        rows = self._rows(
+            "SELECT * FROM attempts WHERE (?1 IS NULL OR round = ?1) AND (?2 IS NULL OR state = ?2) ORDER BY position",
+            (round, state),
+        )
+        return [_attempt(row) for row in rows]
+
+    def attempt_history(self, attempt_id: str) -> list[tuple[AttemptState, Reason | None, float]]:
+        """Every state the attempt went through, with reason and time."""
+        rows = self._rows(
+            "SELECT state, reason, at FROM attempt_history WHERE attempt_id = ? ORDER BY position", (attempt_id,)
+        )
+        return [(AttemptState(state), Reason(reason) if reason else None, at) for state, reason, at in rows]
+
+    @staticmethod
+    def _history(db: sqlite3.Connection, attempt_id: str, state: AttemptState, reason: Reason | None) -> None:
+        db.execute("INSERT INTO attempt_history VALUES (NULL, ?, ?, ?, ?)", (attempt_id, state, reason, time.time()))
+
+    # -- processes ----------------------------------------------------------------------------------------
+
+    def record_process(self, pid: int, pgid: int, start_time: float, purpose: str) -> None:
+        """Remember a child before it runs, so that a later life of the run can end it."""
+        with self._write() as db:
+            db.execute(
+                "INSERT INTO processes VALUES (NULL, ?, ?, ?, ?, ?, NULL)",
+                (pid, pgid, start_time, purpose, time.time()),
+            )
+
+    def end_process(self, pid: int, start_time: float) -> None:
+        """Note that a child has ended."""
+        with self._write() as db:
+            db.execute(
+                "UPDATE processes SET ended_at = ? WHERE pid = ? AND abs(start_time - ?) < 0.02 AND ended_at IS NULL",
+                (time.time(), pid, start_time),
+            )
+
+    def live_processes(self) -> list[ProcessRow]:
+        """Children not noted as ended; after a crash some of these pids may belong to strangers."""
+        rows = self._rows(
+            "SELECT pid, pgid, start_time, purpose FROM processes WHERE ended_at IS NULL ORDER BY position"
+        )
+        return [ProcessRow(*row) for row in rows]
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def event(self, kind: str, data: Mapping[str, Any] | None = None) -> int:
+        """Append one line to the log; returns its position."""
+        with self._write() as db:
+            row = db.execute(
+                "INSERT INTO events (at, kind, data) VALUES (?, ?, ?)", (time.time(), kind, _dumps(dict(data or {})))
+            )
+            return int(row.lastrowid or 0)
+
+    def events(self, after: int = 0, kind: str | None = None) -> list[Event]:
+        """Log lines after a position, oldest first, of one kind if given."""
+        rows = self._rows(
+            "SELECT position, at, kind, data FROM events WHERE position > ?1 AND (?2 IS NULL OR kind = ?2) ORDER BY position",
+            (after, kind),
+        )
+        return [Event(position, at, name, json.loads(data)) for position, at, name, data in rows]
+
+    # -- plumbing -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, alone in this process and, by SQLite's own lock, in all others."""
+        with self._lock, disk_full_named(self.path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+
+class RunLock:
+    """Held while a process works on a run: an operating-system lock, gone when the process is gone."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "run.lock"
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> RunLock:
+        """Take the lock. Raises `RunLockedError` naming the holder."""
+        with disk_full_named(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise RunLockedError(
+                f"{self.path.parent} is in use by {self.holder(self.path.parent) or 'a process that is just ending'}",
+                "wait for it, or end it, then try again; `specpilot status` shows what it does.",
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        self._file = file
+        return self
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> RunLock:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @staticmethod
+    def holder(run_dir: Path) -> str | None:
+        """Who works on the run now, in words; None if nobody does."""
+        try:
+            with (run_dir / "run.lock").open("r") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return file.read() or "another process"
+        except FileNotFoundError:
+            pass
+        return None
+
+
+def _attempt(row: tuple[Any, ...]) -> AttemptRow:
+    name, _, number, worker, component, state, reason, detail, data, created, updated = row
+    return AttemptRow(
+        name, number, worker, component, AttemptState(state), Reason(reason) if reason else None, detail,
+        json.loads(data), created, updated,
+    )  # fmt: skip
+
+
+def _encode(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return value.model_dump_json()
+    if isinstance(value, list) and value and all(isinstance(item, BaseModel) for item in value):
+        return "[" + ",".join(item.model_dump_json() for item in value) + "]"
+    return _dumps(value)
+
+
+def _decode(text: str, model: type[BaseModel] | None) -> Any:
+    value = json.loads(text)
+    if model is None or value is None:
+        return value
+    if isinstance(value, list):
+        return [model.model_validate_json(json.dumps(item)) for item in value]
+    return model.model_validate_json(text)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Records and paths inside plain JSON values."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not JSON: give the journal records, dicts, lists and plain values")
