@@ -1,0 +1,1 @@
+"""Alembic migrations of the store, run by `database.migrate` when a store is opened."""

@@ -1,0 +1,136 @@
+"""Which mechanisms are recalled, in which order, and the words that say why."""
+
+from __future__ import annotations
+
+import pytest
+
+from specpilot.memory import Hardware
+
+AVX512 = Hardware(kind="cpu", isa=["avx2", "avx512f"])
+
+
+def names(found):
+    return [item.name for item in found]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "expected"),
+    [
+        (Hardware(kind="cpu", isa=["fma", "avx2"]), "cpu/avx2"),
+        (Hardware(kind="cpu", isa=["avx2", "AVX512F"]), "cpu/avx512"),
+        (Hardware(kind="cpu", isa=["sse4_2"]), "cpu/scalar"),
+        (Hardware(kind="cpu", isa=["asimd", "neon"]), "cpu/neon"),
+        (Hardware(kind="cuda", isa=["sm_90"]), "cuda/sm_90"),
+    ],
+)
+def test_hardware_class(hardware, expected):
+    assert hardware.hardware_class == expected
+
+
+@pytest.mark.parametrize(
+    ("preconditions", "words"),
+    [
+        ({"engine": "sglang"}, "engine sglang"),
+        ({"hardware": {"kind": "cuda"}}, "needs a cuda"),
+        ({"hardware": {"kind": "cpu", "isa": ["avx2", "avx512f"]}}, "needs avx512f, which"),
+        ({"architectures": ["qwen3"]}, "qwen3 targets"),
+        ({"drafters": ["ngram"]}, "ngram drafters"),
+        ({"regime": {"max_concurrency": 1}}, "up to concurrency 1"),
+        ({"regime": {"min_concurrency": 4}}, "from concurrency 4"),
+        ({"regime": {"max_temperature": 0.0}}, "up to temperature 0"),
+    ],
+)
+def test_unmet_precondition_is_not_recalled_and_says_why(store, mechanism, query, preconditions, words):
+    store.add(mechanism(preconditions=preconditions), origin="a")
+    asked = query(concurrency=2, temperature=0.7)
+    assert store.recall(asked) == []
+    (assessed,) = store.assess(asked)
+    assert words in " ".join(assessed.unmet)
+
+
+def test_preconditions_at_their_boundary_hold(store, mechanism, query):
+    pre = {
+        "hardware": {"kind": "cpu", "isa": ["AVX2"]},
+        "architectures": ["llama"],
+        "drafters": ["dflash"],
+        "engine": "slim",
+        "regime": {"min_concurrency": 2, "max_concurrency": 2, "max_temperature": 0.7},
+    }
+    store.add(mechanism(preconditions=pre), origin="a")
+    assert names(store.recall(query(concurrency=2, temperature=0.7))) == ["bf16_gemm"]
+
+
+def test_order_of_the_four_groups(store, mechanism, effect, query):
+    for name in ("here", "elsewhere", "unproven", "refuted"):
+        store.add(mechanism(name, predicted_gain=9.0), origin="a")
+    store.record_effect("here", effect(1.1))
+    store.record_effect("elsewhere", effect(3.0, hardware=AVX512))
+    store.record_effect("refuted", effect(3.0, hardware=AVX512))
+    store.record_effect("refuted", effect(1.0, outcome="refuted", reason="no-gain"))
+    found = store.recall(query())
+    assert names(found) == ["here", "elsewhere", "unproven", "refuted"]
+    assert "verified on cpu/avx2 (cpu_c1): at least 1.00x" in found[0].why
+    assert "verified on cpu/avx512 only: at least 2.90x there" in found[1].why
+    assert found[1].score == pytest.approx(1.95), "half of the gain is expected to carry over"
+    assert "never verified; predicted 9.00x" in found[2].why
+    assert found[3].refuted_here and "refuted on this kind of machine (no-gain on cpu_c1): tried last" in found[3].why
+
+
+def test_refuted_on_another_deployment_but_verified_on_one_is_not_refuted(store, mechanism, effect, query):
+    store.add(mechanism(), origin="a")
+    store.record_effect("bf16_gemm", effect(1.5, deployment_fingerprint="good"))
+    store.record_effect("bf16_gemm", effect(1.0, deployment_fingerprint="bad", outcome="refuted", reason="no-gain"))
+    assert not store.recall(query())[0].refuted_here
+    assert not store.recall(query(deployment_fingerprint="good"))[0].refuted_here
+    assert store.recall(query(deployment_fingerprint="bad"))[0].refuted_here
+
+
+def test_lower_end_decides_before_wasted_time_and_wasted_time_before_name(store, mechanism, effect, query):
+    for name, component in (("a", "target.head"), ("b", "target.mlp"), ("c", "target.head"), ("d", "draft.fc")):
+        store.add(mechanism(name, component=component), origin="x")
+    store.record_effect("a", effect(2.0, low=1.20))
+    store.record_effect("b", effect(1.5, low=1.21))
+    store.record_effect("c", effect(1.6, low=1.50))
+    store.record_effect("d", effect(1.5, low=1.20))
+    found = store.recall(query(recoverable_ms={"target.mlp": 20.0, "target.head": 5.0}))
+    assert names(found) == ["c", "b", "a", "d"]
+    assert "target.mlp wastes 20.0 ms per round here" in found[1].why
+
+
+def test_whole_round_mechanism_counts_all_components(store, mechanism, query):
+    store.add(mechanism("part", component="target"), origin="x")
+    store.add(mechanism("all", component="*"), origin="x")
+    found = store.recall(query(recoverable_ms={"target.mlp": 2.0, "draft.mlp": 1.0, "targeted": 50.0}))
+    assert names(found) == ["all", "part"]
+    assert "target wastes 2.0 ms" in found[1].why
+
+
+def test_requirement_comes_first_and_is_named(store, mechanism, effect, query):
+    store.add(mechanism("base", component="host"), origin="x")
+    store.add(mechanism("on_top", requires=["base"]), origin="x")
+    store.record_effect("on_top", effect(3.0))
+    found = store.recall(query())
+    assert names(found) == ["base", "on_top"]
+    assert found[1].waits_for == ["base"] and "waits for base" in found[1].why
+    after = store.recall(query(present=["base"]))
+    assert names(after) == ["on_top"] and after[0].waits_for == []
+
+
+def test_requirement_that_cannot_be_met_hides_what_needs_it(store, mechanism, query):
+    store.add(mechanism("gpu_only", preconditions={"hardware": {"kind": "cuda"}}), origin="x")
+    store.add(mechanism("middle", requires=["gpu_only"]), origin="x")
+    store.add(mechanism("top", requires=["middle"]), origin="x")
+    store.add(mechanism("lost", requires=["nowhere"]), origin="x")
+    assert store.recall(query()) == []
+    assert "requires nowhere" in {a.name: a for a in store.assess(query())}["lost"].unmet[0]
+
+
+def test_circular_requirements_end(store, mechanism, query):
+    store.add(mechanism("a", requires=["b"]), origin="x")
+    store.add(mechanism("b", requires=["a"]), origin="x")
+    assert sorted(names(store.recall(query()))) == ["a", "b"]
+
+
+def test_present_mechanism_is_not_recalled(store, mechanism, query):
+    store.add(mechanism(), origin="x")
+    assert store.recall(query(present=["bf16_gemm"])) == []
