@@ -1,0 +1,101 @@
+"""Between HTTP and the engine thread: submits requests and hands their chunks to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from fastapi import Request as HttpRequest
+
+from slim_engine.errors import RequestError
+from slim_engine.identity import Identity
+from slim_engine.loading import Loaded
+from slim_engine.protocol import check_prompt
+from slim_engine.request import Chunk, LogprobOptions, Request, TokenLogprob
+from slim_engine.sampling import SamplingParams
+from slim_engine.scheduler import EngineThread
+from slim_engine.text import Detokenizer, TextCodec, TextStream
+
+_POLL_S = 1.0  # how often a waiting non-streaming request looks whether its client is still there
+
+
+class EngineFault(Exception):
+    """The engine ended a request by itself (HTTP 500)."""
+
+
+@dataclass
+class Generation:
+    """One request on its way, seen from the event loop."""
+
+    request: Request
+    queue: asyncio.Queue[Chunk]
+    text: TextStream
+    output_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """Chunks as they come. Closing the iterator early cancels the request."""
+        try:
+            while True:
+                chunk = await self.queue.get()
+                self.output_logprobs += chunk.logprobs
+                yield chunk
+                if chunk.finish is not None:
+                    return
+        finally:
+            self.request.cancelled = True  # no effect on a finished request
+
+    async def wait(self, http: HttpRequest) -> str:
+        """Runs to the end and returns the text; cancels if the client goes away. Raises EngineFault."""
+        pieces: list[str] = []
+        while True:
+            try:
+                chunk = await asyncio.wait_for(self.queue.get(), _POLL_S)
+            except TimeoutError:
+                self.request.cancelled = self.request.cancelled or await http.is_disconnected()
+                continue
+            self.output_logprobs += chunk.logprobs
+            pieces.append(self.text.push(chunk.token_ids, last=chunk.finish is not None))
+            if chunk.finish is not None:
+                if chunk.finish["type"] == "abort":
+                    raise EngineFault(chunk.finish["message"])
+                return "".join(pieces)
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(self, thread: EngineThread, loaded: Loaded, codec: TextCodec, identity: Identity, model_name: str) -> None:
+        self.thread = thread
+        self.loaded = loaded
+        self.codec = codec
+        self.identity = identity
+        self.model_name = model_name
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams, logprobs: LogprobOptions | None = None, rid: str | None = None) -> Generation:
+        """Checks and starts a request. Raises RequestError."""
+        check_prompt(prompt_ids, params, self.loaded.config.vocab_size, self.loaded.max_len)
+        if logprobs is not None and logprobs.start is not None and logprobs.start > len(prompt_ids):
+            raise RequestError(f"logprob_start_len {logprobs.start} is beyond the {len(prompt_ids)} prompt tokens")
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Chunk] = asyncio.Queue()
+        request = Request(
+            id=rid or uuid.uuid4().hex,
+            prompt_ids=prompt_ids,
+            params=params,
+            eos_token_ids=self.loaded.config.eos_token_ids,
+            emit=lambda chunk: _deliver(loop, queue, chunk),
+            logprobs=logprobs,
+            detokenizer=Detokenizer(self.codec, params.skip_special_tokens) if params.stop else None,
+        )
+        generation = Generation(request, queue, TextStream(self.codec, params.stop, params.skip_special_tokens))
+        self.thread.submit(request)
+        return generation
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk], chunk: Chunk) -> None:
+    try:
+        loop.call_soon_threadsafe(queue.put_nowait, chunk)
+    except RuntimeError:
+        pass  # the loop is closed: the server is going down and nobody waits
