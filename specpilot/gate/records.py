@@ -1,0 +1,180 @@
+"""Records that only the gate writes: limits, hidden pass, forcing tallies, diff report, self-test.
+
+They join `specpilot.contracts` in the journal, so they follow the same rules: frozen, JSON-serialisable,
+no behaviour beyond arithmetic on their own fields. This module starts nothing and reads no file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from specpilot.contracts import Check, Generation, Leg, Reason, Record
+
+
+class GatePolicy(Record):
+    """Every limit the gate applies, in one place; printed and stored with the verdicts.
+
+    Defaults are meant for a BF16 checkpoint served with float32 accumulation; a deployment may override
+    each of them in its `gate:` section.
+    """
+
+    epsilon_floor: float = 0.01
+    """Nats. Smallest near-tie gap ever used: below it, summation order alone flips an argmax."""
+    epsilon_safety: float = 2.0
+    """The 99.9 % quantile of the reference's own gaps is multiplied by this."""
+    near_tie_rate_floor: float = 0.005
+    """Share of positions that may be near-ties even when the reference against itself shows none."""
+    near_tie_confidence: float = 0.999
+    """Confidence of the binomial bounds, both when the limit is set and when a candidate is held to it."""
+    time_slack: float = 0.10
+    """A decode round may come out this share faster than the floor before it is called impossible."""
+    engagement_share: float = 0.5
+    """A claimed counter must grow at least this often per decode round."""
+    startup_factor: float = 5.0
+    """A start-up longer than this multiple of the base's ..."""
+    startup_slack_s: float = 120.0
+    """... plus this many seconds is refused: the work was moved there."""
+    replay_speedup: float = 3.0
+    """A repeated prompt answered this many times faster than the first time is a stored answer."""
+    replay_rounds: float = 0.7
+    """A repeated prompt that needs less than this share of the rounds of its first time is one, too."""
+    overlap_share: float = 0.5
+    """Share of the offered concurrency that must really be in flight in a leg at concurrency above 1."""
+    speculation_off_length: float = 1.05
+    """Accepted length at or below this means that nothing was speculated."""
+    distribution_alpha: float = 1e-4
+    """Level of the test on sampled tokens (temperature above 0)."""
+    distribution_top: int = 64
+    """Tokens of the reference's distribution that are read per position in that test."""
+    max_binary_bytes: int = 65536
+    """Largest binary file a candidate may add."""
+    max_text_bytes: int = 1_048_576
+    """Largest text file a candidate may add: stored answers are big, kernels are not."""
+    hidden_concurrencies: list[int] = Field(default_factory=lambda: [1, 4])
+    hidden_prompts: int = 4
+    """Hidden prompts per concurrency level."""
+    hidden_tokens: int = 48
+    natural_stop_prompts: int = 4
+    natural_tokens: int = 128
+    sampled_prompts: int = 8
+    stop_after_violations: int = 3
+    """Forcing stops early once this many violations are on record; what was scored until then is the evidence."""
+
+
+class TimeFloor(Record):
+    """Fastest physically possible decode round, from the cost model.
+
+    `round_s` must be the time to read the target's weights once *in the most compact lossless format*
+    at the measured bandwidth (or to do one row's arithmetic at the peak, if that is longer): a candidate is then
+    never called impossible for a better weight format.
+    """
+
+    round_s: float
+    source: str = ""
+
+
+class ReplayProbe(Record):
+    """One hidden prompt and a near copy of it, then the prompt again twice, caches flushed before each."""
+
+    fresh: list[Generation]
+    repeated: list[Generation]
+
+
+class HiddenPass(Record):
+    """What a candidate answered to prompts that no worker has seen."""
+
+    legs: list[Leg]
+    """Fixed length, EOS ignored, one leg per concurrency level."""
+    natural: Leg | None = None
+    """EOS respected."""
+    sampled: Leg | None = None
+    """Temperature of the deployment, when above 0."""
+    temperature: float = 0.0
+    replay: ReplayProbe | None = None
+    requested_tokens: int
+    natural_limit: int = 0
+    eos_token_ids: list[int] = Field(default_factory=list)
+    block_size: int = 1
+    """Largest number of tokens one decode round can commit, as served (1 without a drafter)."""
+    startup_s: float = 0.0
+    server_info: dict[str, Any] = Field(default_factory=dict)
+
+
+class ForcedSequence(Record):
+    """Tally of one answer forced through the reference."""
+
+    prompt_id: str
+    positions: int
+    exact: int
+    near_ties: int
+    violations: int
+    max_gap: float
+    """Largest finite gap in nats, near-tie or violation."""
+    first_violation: int | None = None
+    """Index into the output, 0-based."""
+    first_violation_note: str = ""
+    near_tie_gaps: list[float] = Field(default_factory=list)
+
+
+class ForcingTally(Record):
+    """Sum over sequences. `skipped` counts sequences not scored because enough violations were found."""
+
+    sequences: list[ForcedSequence]
+    positions: int
+    exact: int
+    near_ties: int
+    violations: int
+    max_gap: float
+    skipped: int = 0
+
+
+class Change(Record):
+    """One path of a candidate's diff, as git records it."""
+
+    path: str
+    status: str
+    """A, M, D or T."""
+    mode: str
+    """Mode after the change: 100644, 100755, 120000 (symbolic link), 160000 (submodule), 000000 (deleted)."""
+    size: int
+    binary: bool
+    link_target: str = ""
+
+
+class DiffReport(Record):
+    """Outcome of the static stage. `suspicions` are shown to a reader and never judged."""
+
+    passed: bool
+    reason: Reason | None
+    detail: str
+    checks: list[Check]
+    changed: list[str]
+    suspicions: list[str] = Field(default_factory=list)
+
+
+class CheatOutcome(Record):
+    """One planted cheat: what was expected and what the gate said."""
+
+    cheat: str
+    stage: str
+    expected: list[Reason]
+    got: Reason | None
+    caught: bool
+    evidence: str
+    seconds: float
+
+
+class SelfTestResult(Record):
+    """Outcome of the self-test before round 1."""
+
+    passed: bool
+    outcomes: list[CheatOutcome]
+    honest: list[CheatOutcome] = Field(default_factory=list)
+    """Unchanged or honestly changed engines through the same checks: these must pass."""
+    null_ratio: float | None = None
+    null_low: float | None = None
+    null_high: float | None = None
+    null_decision: str = ""
+    seconds: float = 0.0

@@ -1,0 +1,97 @@
+"""Times that cannot be, and gains that were moved elsewhere.
+
+Pure functions on recorded legs and a comparison. The clock that made them is the evaluator's; what is checked
+here is that the times respect physics and that a decode gain was not paid for in prefill, start-up or queueing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specpilot.contracts import Check, Comparison, Generation, Leg
+from specpilot.gate.accounting import fewest_rounds
+from specpilot.gate.records import GatePolicy, TimeFloor
+
+
+def rounds_after_first(generation: Generation, block_size: int) -> int:
+    """Decode rounds that must lie between the first chunk and the end.
+
+    At least ceil(decoded/block_size); more if the engine claims more rounds: then its share of the tokens
+    decoded after the first chunk, less one round of doubt about where the first chunk fell.
+    """
+    fewest = fewest_rounds(generation.decoded + 1, block_size)
+    if not generation.rounds or not generation.output_ids:
+        return fewest
+    claimed = int(generation.rounds * generation.decoded / len(generation.output_ids)) - 1
+    return max(fewest, claimed)
+
+
+def check_possible(generations: Sequence[Generation], block_size: int, floor: TimeFloor | None, slack: float) -> Check:
+    """No answer was decoded faster than its rounds can physically take, and time runs forward.
+
+    `floor.round_s` seconds per round, `slack` a share. Holds at any concurrency: batching shares a round, it does
+    not shorten it. Without a floor only order and positive length of the times are checked.
+    """
+    name = "timing.possible"
+    closest = float("inf")
+    for g in generations:
+        if not g.submitted_s <= g.first_s <= g.last_s or not g.last_s > g.submitted_s:
+            return Check(name=name, passed=False, detail=f"{g.prompt_id}: times do not run forward")
+        rounds = rounds_after_first(g, block_size)
+        if floor is None or floor.round_s <= 0.0 or rounds == 0:
+            continue
+        least = rounds * floor.round_s
+        closest = min(closest, g.decode_s / least)
+        if g.decode_s * (1.0 + slack) < least:
+            detail = (
+                f"{g.prompt_id}: {g.decoded} tokens after the first chunk took {g.decode_s * 1e3:.2f} ms; "
+                f"{rounds} rounds need {least * 1e3:.2f} ms ({floor.source or 'cost model'})"
+            )
+            return Check(name=name, passed=False, detail=detail)
+    detail = "no floor given" if floor is None else f"{len(generations)} answers, closest to the floor: {closest:.2f} times it"
+    return Check(name=name, passed=True, detail=detail)
+
+
+def check_end_to_end(comparison: Comparison) -> Check:
+    """A decode gain is not a loss from submission to end: that would be work moved into prefill or queueing."""
+    lost = comparison.low > 1.0 and comparison.end_to_end_high < 1.0
+    detail = (
+        f"decode ratio {comparison.ratio:.3f} [{comparison.low:.3f}, {comparison.high:.3f}], end to end "
+        f"{comparison.end_to_end_ratio:.3f} [{comparison.end_to_end_low:.3f}, {comparison.end_to_end_high:.3f}]"
+    )
+    return Check(name="timing.end-to-end", passed=not lost, detail=detail)
+
+
+def check_startup(base_s: float, candidate_s: float, policy: GatePolicy) -> Check:
+    """Start-up stays within `startup_factor` times the base's plus `startup_slack_s` seconds (a compiler may run)."""
+    limit = policy.startup_factor * base_s + policy.startup_slack_s
+    detail = f"start-up {candidate_s:.1f} s, base {base_s:.1f} s, limit {limit:.1f} s"
+    return Check(name="timing.start-up", passed=candidate_s <= limit, detail=detail)
+
+
+def in_flight(leg: Leg) -> float:
+    """Mean number of requests between their first and last token, over the time in which any was.
+
+    A leg at concurrency c that really serves c at once has about c in flight until its tail.
+    """
+    spans = sorted((g.first_s, g.last_s) for g in leg.generations)
+    busy, reach = 0.0, float("-inf")
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return sum(end - start for start, end in spans) / busy if busy > 0.0 else 0.0
+
+
+def check_admission(leg: Leg, served_at_once: int, share: float) -> Check:
+    """At concurrency above 1 the requests really run together, rather than one after another.
+
+    `served_at_once`: how many the engine is configured to serve. A queue that holds requests back makes each one's decode
+    rate look better than the offered load allows.
+    """
+    name = "timing.admission"
+    offered = min(leg.concurrency, len(leg.generations), max(served_at_once, 1))
+    if offered <= 1:
+        return Check(name=name, passed=True, detail="one request at a time was offered")
+    flying = in_flight(leg)
+    detail = f"concurrency {leg.concurrency}: {flying:.2f} requests in flight of {offered} offered"
+    return Check(name=name, passed=flying >= max(share * offered, 1.05), detail=detail)
