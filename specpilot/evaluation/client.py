@@ -1,0 +1,257 @@
+"""The client of the engine protocol: asks for tokens, times and counts them itself.
+
+Nothing the engine says about time or token numbers is used for a score. Every request has one deadline that
+covers the whole answer, so that an engine that trickles bytes cannot hold the evaluator. Proxies and other
+environment settings are ignored: the engine is on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+
+from specpilot.contracts import Generation, Record
+from specpilot.evaluation.errors import EngineCrash, EngineError, EngineProtocol, EngineTimeout
+from specpilot.evaluation.wire import SseReader, finish_reason, flat_counters, positions_of, token_ids
+
+MAX_ANSWER_BYTES = 64 << 20
+"""No answer of the protocol is near this size; more is an attempt to fill our memory."""
+
+
+class Position(Record):
+    """The reference's view of one forced token. Log-probabilities are natural logarithms."""
+
+    index: int
+    """Index in the forced sequence (prompt included)."""
+    token: int
+    token_logprob: float
+    top_token: int
+    top_logprob: float
+    gap: float
+    """`top_logprob - token_logprob`, at least 0; 0 where the token is the argmax."""
+    top: list[tuple[int, float]]
+    """The best tokens with their log-probabilities, best first."""
+
+
+class EngineClient:
+    """One engine process, reached over loopback HTTP. Safe to share between threads."""
+
+    def __init__(
+        self,
+        base_url: str,
+        request_timeout_s: float = 120.0,
+        on_failure: Callable[[EngineError], EngineError] | None = None,
+    ) -> None:
+        """`on_failure` may replace an error by a better informed one (the server knows the process and its log)."""
+        self.base_url = base_url
+        self.request_timeout_s = request_timeout_s
+        self._on_failure = on_failure
+        self._http = httpx.Client(
+            base_url=base_url,
+            trust_env=False,
+            timeout=httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s)),
+            limits=httpx.Limits(max_connections=256, max_keepalive_connections=256, keepalive_expiry=3600.0),
+        )
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        ignore_eos: bool = True,
+        seed: int | None = None,
+        prompt_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Generation:
+        """Streams one answer; times are `time.perf_counter` seconds, tokens are counted from the ids received.
+
+        Raises EngineCrash, EngineTimeout or EngineProtocol; never returns half an answer.
+        """
+        sampling: dict[str, Any] = {
+            "temperature": temperature,
+            "max_new_tokens": max_new_tokens,
+            "ignore_eos": ignore_eos,
+        }
+        if seed is not None:
+            sampling["sampling_seed"] = seed
+        body = {"input_ids": prompt_ids, "sampling_params": sampling, "stream": True}
+        reader = SseReader(limit_bytes=MAX_ANSWER_BYTES)
+        output: list[int] = []
+        first_s, first_count, meta = 0.0, 0, dict[str, Any]()
+        submitted = time.perf_counter()
+        with self._streamed("/generate", body, timeout_s) as chunks:
+            for chunk in chunks:
+                for event in reader.feed(chunk):
+                    ids = token_ids(event.get("output_ids", []))
+                    if len(output) + len(ids) > max_new_tokens:
+                        raise EngineProtocol(
+                            f"engine sent more than the {max_new_tokens} tokens asked for", "fix the engine's stop rule"
+                        )
+                    if ids and not output:
+                        first_s, first_count = time.perf_counter(), len(ids)
+                    output.extend(ids)
+                    meta = event.get("meta_info") or meta
+                if reader.done:
+                    break
+            last = time.perf_counter()
+        if not reader.done:
+            self._fail(EngineCrash(f"the stream ended without [DONE] after {len(output)} tokens", self._hint()))
+        return Generation(
+            prompt_id=prompt_id,
+            prompt_ids=prompt_ids,
+            output_ids=output,
+            submitted_s=submitted,
+            first_s=first_s if output else last,
+            last_s=last,
+            first_chunk_tokens=first_count,
+            claimed_tokens=_integer(meta, "completion_tokens", -1),
+            finish_reason=finish_reason(meta),
+            rounds=_integer(meta, "spec_verify_ct", None),
+        )
+
+    def score(self, ids: list[int], start: int, top: int = 2, timeout_s: float | None = None) -> list[Position]:
+        """Teacher forcing: how this engine would have continued `ids[:i]`, for each i from `start` to the end.
+
+        `start` must be at least 1 (the first token of a sequence has no prediction). One Position per i, in order.
+        """
+        if not 1 <= start < len(ids):
+            raise ValueError(f"start must be in 1..{len(ids) - 1}, got {start}")
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,
+            "top_logprobs_num": max(2, top),
+        }
+        answer = self._json("POST", "/generate", body, timeout_s)
+        rows = positions_of(answer, ids, start)
+        return [
+            Position(
+                index=row.index,
+                token=row.token,
+                token_logprob=row.logprob,
+                top_token=row.top[0][0],
+                top_logprob=row.top[0][1],
+                gap=0.0 if row.top[0][0] == row.token else max(0.0, row.top[0][1] - row.logprob),
+                top=row.top,
+            )
+            for row in rows
+        ]
+
+    def server_info(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """What the engine says of itself: commit, variant, digests, counters."""
+        return self._json("GET", "/server_info", None, timeout_s)
+
+    def counters(self) -> dict[str, float]:
+        """The engine's counters, flat and numeric."""
+        return flat_counters(self.server_info())
+
+    def flush_cache(self, timeout_s: float = 30.0) -> None:
+        """Empties prefix caches."""
+        self._bytes("POST", "/flush_cache", None, timeout_s)
+
+    def healthy(self, timeout_s: float = 2.0, path: str = "/health") -> bool:
+        """True when the readiness path answers 200 in time. Never raises."""
+        try:
+            return self._http.get(path, timeout=timeout_s).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def start_profile(self, output_dir: Path, timeout_s: float = 30.0) -> None:
+        """Begins a trace that will be written under `output_dir`."""
+        self._bytes("POST", "/start_profile", {"output_dir": str(output_dir)}, timeout_s)
+
+    def stop_profile(self, timeout_s: float = 120.0) -> Path:
+        """Ends the trace and returns the file's path."""
+        answer = self._json("POST", "/stop_profile", None, timeout_s)
+        if not isinstance(answer.get("trace"), str):
+            raise EngineProtocol(f"/stop_profile gave no trace: {str(answer)[:200]}", "see the engine's log")
+        return Path(answer["trace"])
+
+    @contextmanager
+    def _streamed(self, path: str, body: Any, timeout_s: float | None) -> Iterator[Iterator[bytes]]:
+        """An open response whose chunks are yielded until the deadline; transport errors become ours."""
+        limit = self.request_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        try:
+            with self._http.stream("POST", path, json=body, timeout=limit) as response:
+                if response.status_code != 200:
+                    self._refused(path, response.status_code, _head(response, deadline))
+                yield _until(response.iter_raw(), deadline, f"{path} after {limit:.0f} s")
+        except EngineError as error:
+            self._fail(error)
+        except httpx.TimeoutException:
+            self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
+        except httpx.HTTPError as error:
+            self._fail(EngineCrash(f"{path}: connection lost ({type(error).__name__}: {error})", self._hint()))
+
+    def _bytes(self, method: str, path: str, body: Any, timeout_s: float | None) -> bytes:
+        limit = self.request_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        try:
+            with self._http.stream(method, path, json=body, timeout=limit) as response:
+                content = _head(response, deadline, MAX_ANSWER_BYTES)
+                if response.status_code != 200:
+                    self._refused(path, response.status_code, content)
+                return content
+        except EngineError as error:
+            self._fail(error)
+        except httpx.TimeoutException:
+            self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
+        except httpx.HTTPError as error:
+            self._fail(EngineCrash(f"{path}: connection lost ({type(error).__name__}: {error})", self._hint()))
+
+    def _json(self, method: str, path: str, body: Any, timeout_s: float | None) -> dict[str, Any]:
+        content = self._bytes(method, path, body, timeout_s)
+        try:
+            answer = json.loads(content)
+        except ValueError:
+            raise EngineProtocol(f"{path}: not JSON: {content[:200]!r}", self._hint()) from None
+        if not isinstance(answer, dict):
+            raise EngineProtocol(f"{path}: expected a JSON object, got {str(answer)[:200]}", self._hint())
+        return answer
+
+    def _refused(self, path: str, status: int, content: bytes) -> NoReturn:
+        words = f"{path}: HTTP {status}: {content[:500].decode(errors='replace')}"
+        raise (EngineCrash if status >= 500 else EngineProtocol)(words, self._hint())
+
+    def _fail(self, error: EngineError) -> NoReturn:
+        raise self._on_failure(error) if self._on_failure is not None else error
+
+    def _hint(self) -> str:
+        return f"engine at {self.base_url}: see its log"
+
+
+def _until(chunks: Iterator[bytes], deadline: float, what: str) -> Iterator[bytes]:
+    for chunk in chunks:
+        if time.monotonic() > deadline:
+            raise EngineTimeout(f"{what}: answer not complete", "the engine is too slow or hangs; see its log")
+        yield chunk
+
+
+def _head(response: httpx.Response, deadline: float, limit: int = 4096) -> bytes:
+    """The body, up to `limit` bytes."""
+    content = bytearray()
+    for chunk in _until(response.iter_raw(), deadline, "answer"):
+        content += chunk
+        if len(content) > limit:
+            if limit == MAX_ANSWER_BYTES:
+                raise EngineProtocol(f"answer larger than {limit} bytes", "the engine misbehaves; see its log")
+            break
+    return bytes(content)
+
+
+def _integer(meta: dict[str, Any], key: str, default: int | None) -> Any:
+    value = meta.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else default

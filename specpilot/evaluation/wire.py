@@ -1,0 +1,128 @@
+"""Reading the protocol's answers with suspicion: every field of an engine under test is checked before use.
+
+Pure functions on parsed JSON and bytes; no sockets, no clocks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from specpilot.evaluation.errors import EngineProtocol
+
+_HINT = "the engine breaks the protocol; see docs/architecture.md"
+
+
+class SseReader:
+    """Server-sent events of a `/generate` stream: feed bytes, get JSON objects; `done` after `[DONE]`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.done = False
+        self._limit = limit_bytes
+        self._seen = 0
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
+        """Events completed by `chunk`. Raises EngineProtocol on a line that is no event, or on too many bytes."""
+        self._seen += len(chunk)
+        if self._seen > self._limit:
+            raise EngineProtocol(f"stream larger than {self._limit} bytes", _HINT)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            line = line.strip()
+            if not line or line.startswith(b":"):
+                continue
+            if not line.startswith(b"data:"):
+                raise EngineProtocol(f"not a server-sent event: {line[:200]!r}", _HINT)
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                self.done = True
+                return
+            yield self._event(payload)
+
+    @staticmethod
+    def _event(payload: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(payload)
+        except ValueError:
+            raise EngineProtocol(f"event is not JSON: {payload[:200]!r}", _HINT) from None
+        if not isinstance(event, dict):
+            raise EngineProtocol(f"event is not an object: {payload[:200]!r}", _HINT)
+        if "error" in event:
+            raise EngineProtocol(f"engine reports an error: {str(event['error'])[:500]}", _HINT)
+        return event
+
+
+def token_ids(value: Any) -> list[int]:
+    """A list of non-negative integers, or EngineProtocol."""
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        raise EngineProtocol(f"output_ids is not a list of token ids: {str(value)[:200]}", _HINT)
+    return value
+
+
+def finish_reason(meta: dict[str, Any]) -> str:
+    """`length`, `stop` or `abort`; SGLang sends an object with a `type`, OpenAI style a string. Empty if absent."""
+    value = meta.get("finish_reason")
+    if isinstance(value, dict):
+        value = value.get("type")
+    return value if isinstance(value, str) else ""
+
+
+def flat_counters(info: dict[str, Any]) -> dict[str, float]:
+    """Numeric counters of `/server_info`; anything else under `counters` is ignored."""
+    counters = info.get("counters")
+    if not isinstance(counters, dict):
+        return {}
+    return {
+        str(name): float(value)
+        for name, value in counters.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One forced position as it came over the wire."""
+
+    index: int
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def positions_of(answer: dict[str, Any], ids: list[int], start: int) -> list[Scored]:
+    """Positions `start..len(ids)-1` of a scoring answer.
+
+    `input_token_logprobs` holds (logprob, token, text) and `input_top_logprobs` a list of the same per position;
+    both end with the last token of `ids`, and the first entry may be null (SGLang returns one entry per
+    position from logprob_start_len on). Each token must be the forced one. Raises EngineProtocol otherwise.
+    """
+    meta = answer.get("meta_info", {})
+    tokens, tops = meta.get("input_token_logprobs"), meta.get("input_top_logprobs")
+    wanted = len(ids) - start
+    if not isinstance(tokens, list) or not isinstance(tops, list) or min(len(tokens), len(tops)) < wanted:
+        raise EngineProtocol(f"scoring answer lacks log-probabilities for {wanted} positions", _HINT)
+    result = []
+    for index, entry, best in zip(
+        range(start, len(ids)), tokens[len(tokens) - wanted :], tops[len(tops) - wanted :], strict=True
+    ):
+        logprob, token = _pair(entry)
+        if token != ids[index]:
+            raise EngineProtocol(f"scoring answer is about token {token} at {index}, asked {ids[index]}", _HINT)
+        if not isinstance(best, list) or not best:
+            raise EngineProtocol(f"scoring answer has no top tokens at {index}", _HINT)
+        top = [(tok, value) for value, tok in (_pair(item) for item in best)]
+        result.append(Scored(index, token, logprob, top))
+    return result
+
+
+def _pair(entry: Any) -> tuple[float, int]:
+    if not isinstance(entry, (list, tuple)) or len(entry) < 2:
+        raise EngineProtocol(f"not a (logprob, token) entry: {str(entry)[:100]}", _HINT)
+    logprob, token = entry[0], entry[1]
+    if not isinstance(logprob, (int, float)) or math.isnan(logprob) or type(token) is not int:
+        raise EngineProtocol(f"not a (logprob, token) entry: {str(entry)[:100]}", _HINT)
+    return float(logprob), token
