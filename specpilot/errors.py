@@ -62,7 +62,7 @@ class MissingModelError(ModelError):
     """A checkpoint is not there and cannot be fetched."""
 
 
-class DigestMismatchError(ModelError):
+class DigestError(ModelError):
     """A file is not the one that the deployment pins."""
 
 
