@@ -5,8 +5,11 @@ Reads only; an engine's code is never imported here. May import errors.
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
 import tomllib
+from collections.abc import Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -17,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from specpilot.errors import UsageError
 
 MANIFEST = "engine.toml"
+TUNABLES = "tunables.toml"
 PROTOCOL = "sglang-native/1"
 VARIANTS = ("stock", "ar", "reference", "final", "final-ar")
 """Variants that the loop needs; a tree without one of them is refused."""
@@ -142,6 +146,26 @@ class EngineSpec(BaseModel):
             relative_path, self.editable_paths.exclude
         )
 
+    def tunables_text(self, values: Mapping[str, Any]) -> str:
+        """Content of `tunables.toml`: the declared defaults, `values` over them.
+
+        Raises `UsageError` for a name that is not declared or a value outside its range.
+        """
+        for name, value in values.items():
+            if name not in self.tunables:
+                near = difflib.get_close_matches(name, self.tunables, n=1, cutoff=0.0)
+                guess = f"did you mean {near[0]!r}? " if near else ""
+                raise UsageError(
+                    f"engine {self.name} declares no tunable {name!r}", f"{guess}declared: {', '.join(self.tunables)}."
+                )
+            if not self.tunables[name].allows(value):
+                raise UsageError(
+                    f"tunable {name} = {value!r} is outside what {MANIFEST} allows", self.tunables[name].doc
+                )
+        merged = {name: values.get(name, tunable.default) for name, tunable in self.tunables.items()}
+        lines = [f"{name} = {json.dumps(value)}" for name, value in merged.items()]
+        return f"# Values of the tunables declared in {MANIFEST}.\n" + "\n".join(lines) + "\n"
+
     def _fill(self, word: str, values: dict[str, str]) -> str:
         def value_of(match: re.Match[str]) -> str:
             if match[1] not in values:
@@ -176,6 +200,17 @@ def load_engine_spec(tree: Path) -> EngineSpec:
     if missing:
         raise UsageError(f"{path}: variants lacks {', '.join(missing)}", f"declare all of {', '.join(VARIANTS)}.")
     return spec
+
+
+def read_tunables(tree: Path) -> dict[str, Any]:
+    """Current values in a tree's `tunables.toml`; empty if it has none. Raises `UsageError` for bad TOML."""
+    path = tree / TUNABLES
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}", "mend it at the place named.") from error
 
 
 def _matches(path: str, patterns: list[str]) -> bool:

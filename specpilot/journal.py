@@ -194,6 +194,11 @@ class Journal:
         """All meta values."""
         return {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM meta")}
 
+    def get_meta(self, key: str, default: Any = None) -> Any:
+        """One meta value, or `default`."""
+        row = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
+        return json.loads(row[0][0]) if row else default
+
     def set_meta(self, key: str, value: Any) -> None:
         """Store one meta value (JSON)."""
         with self._write() as db:
@@ -342,6 +347,10 @@ class Journal:
                 "INSERT INTO processes VALUES (NULL, ?, ?, ?, ?, ?, NULL)",
                 (pid, pgid, start_time, purpose, time.time()),
             )
+
+    def process_recorder(self, purpose: str) -> Callable[[int, int, float], None]:
+        """`record_process` for one purpose, as `sandbox.spawn` takes it."""
+        return lambda pid, pgid, start_time: self.record_process(pid, pgid, start_time, purpose)
 
     def end_process(self, pid: int, start_time: float) -> None:
         """Note that a child has ended."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specpilot.errors import RunFolderError, UsageError
 
-JOURNAL_NAME = "journal.sqlite"
+JOURNAL_NAME = "journal.db"
 """Name of the journal inside a run folder; a folder without it is not a run."""
 
 

@@ -165,6 +165,11 @@ class Workspace:
                 self._git("clean", "-ffdxq", cwd=path)
         return path
 
+    def tree_at(self, commit: str) -> Path:
+        """A folder with exactly the files of `commit`, shared by all who serve that commit."""
+        full = self.resolve(commit)
+        return self.checkout(f"at-{full[:16]}", full)
+
     def head(self, name: str) -> str:
         """Commit that a worktree stands on."""
         return self._git("rev-parse", "HEAD", cwd=self._existing(name)).strip()
