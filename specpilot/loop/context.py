@@ -1,0 +1,111 @@
+"""Everything a phase needs, in one place: the run's folder, its journal, its engines and its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specpilot.deployment import Deployment
+from specpilot.engine_tree import EngineSpec, load_engine_spec
+from specpilot.evaluation.prompts import PromptPool
+from specpilot.evaluation.server import EngineServer
+from specpilot.journal import Journal
+from specpilot.loop.budget import BudgetClock
+from specpilot.loop.records import Prepared, RunMeta
+from specpilot.models import ResolvedModels
+from specpilot.workspace import Workspace
+
+if TYPE_CHECKING:
+    from specpilot.memory.store import MemoryStore
+    from specpilot.report.view import RunView
+
+SESSION_KEY = "sessions"
+
+
+@dataclass
+class RunContext:
+    """One run in this process. Created by `run.py`, passed to every phase."""
+
+    run_dir: Path
+    deployment: Deployment
+    meta: RunMeta
+    journal: Journal
+    view: RunView
+    budget: BudgetClock
+    memory: MemoryStore
+    workspace: Workspace | None = None
+    models: ResolvedModels | None = None
+    prepared: Prepared | None = None
+    session: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the engines' and workers' logs."""
+        return self.run_dir / "logs"
+
+    @cached_property
+    def spec(self) -> EngineSpec:
+        """The stock engine's description: the editable paths and variants that hold for the whole run."""
+        return load_engine_spec(self.tree_at(self.trees.first_commit))
+
+    @property
+    def trees(self) -> Workspace:
+        """The run-owned repository (available once `prepare` made it)."""
+        if self.workspace is None:
+            raise RuntimeError("the run's repository is not open yet")
+        return self.workspace
+
+    @property
+    def resolved(self) -> ResolvedModels:
+        """The checkpoints on disk (available once `prepare` fetched them)."""
+        if self.models is None:
+            raise RuntimeError("the run's models are not resolved yet")
+        return self.models
+
+    @property
+    def identity(self) -> Prepared:
+        """The identities asserted at every start of an engine."""
+        if self.prepared is None:
+            raise RuntimeError("the run is not prepared yet")
+        return self.prepared
+
+    def prompts(self, key: str) -> PromptPool:
+        """A pool whose prompts no other step, and no earlier session of the same step, ever saw."""
+        tokenizer = Path(self.identity.target_dir) / "tokenizer.json"
+        return PromptPool(self.deployment, tokenizer, f"{self.meta.secret}:{self.session}:{key}")
+
+    @contextmanager
+    def engine(self, commit: str, variant: str, purpose: str) -> Iterator[EngineServer]:
+        """Starts the engine of `commit` as `variant`, yields it ready, and always stops it."""
+        server = EngineServer(
+            tree=self.tree_at(commit),
+            spec=self.spec,
+            variant=variant,
+            commit=commit,
+            models=self.resolved,
+            deployment=self.deployment,
+            log_dir=self.logs / purpose.replace("/", "-"),
+            recorder=lambda pid, pgid, start: self.journal.record_process(pid, pgid, start, purpose),
+            hidden=self.secret_paths(),
+        )
+        with server:
+            yield server
+
+    def tree_at(self, commit: str) -> Path:
+        """A worktree with exactly the files of `commit`, for serving."""
+        return self.trees.checkout(f"serve-{commit[:12]}", commit)
+
+    def secret_paths(self) -> list[Path]:
+        """What no engine may read: hidden prompts, the journal with the nonces' secret."""
+        hidden = self.deployment.prompt_files("hidden")
+        return [path for path in (*hidden, self.journal.path) if path.exists()]
+
+    def say(self, kind: str, **data: Any) -> None:
+        """Shows an event and keeps it in the journal."""
+        self.journal.event(kind, data)
+        self.view.event(kind, data)

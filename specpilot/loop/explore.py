@@ -1,0 +1,152 @@
+"""Explore: workers propose, each proposal becomes a commit in its own worktree. Nothing is run here.
+
+Proposals are applied in parallel (git writes are serialised by the workspace); measuring happens later, one at a
+time per device.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from specpilot.agents import AgentError, ComponentGap, Proposal, WorkContext, Worker
+from specpilot.contracts import AttemptState, Candidate, Claim, GapTable, Reason
+from specpilot.loop.attempts import advance, reject
+from specpilot.loop.context import RunContext
+from specpilot.loop.learn import fingerprint, memory_hardware
+from specpilot.loop.records import Submitted, WorkerResult
+from specpilot.workspace import UnsafeChange
+
+
+def work_context(
+    context: RunContext, number: int, base: str, gaps: GapTable, present: list[str], limit: int
+) -> WorkContext:
+    """What workers may know at the start of a round: no hidden prompt, no secret, no other worker's folder."""
+    folder = context.run_dir / "workers"
+    folder.mkdir(exist_ok=True)
+    regime = context.deployment.regime
+    return WorkContext(
+        run_id=context.meta.run_id,
+        round=number,
+        folder=folder,
+        tree=context.tree_at(base),
+        base_commit=base,
+        hardware=memory_hardware(context),
+        architecture=context.identity.architecture,
+        drafter=context.deployment.drafter.method.value,
+        engine=context.spec.name,
+        concurrency=regime.concurrency,
+        temperature=regime.temperature,
+        block_size=context.identity.block_size,
+        deployment_fingerprint=fingerprint(context),
+        gaps=tuple(component_gaps(gaps)),
+        present=tuple(present),
+        tried=frozenset(tried_mechanisms(context, number)),
+        max_proposals=limit,
+        seed=number,
+    )
+
+
+def component_gaps(table: GapTable) -> list[ComponentGap]:
+    """The gap table in the workers' words."""
+    return [
+        ComponentGap(r.component, r.measured_ms, r.bound_ms, r.recoverable_ms, r.expected_gain, r.limit)
+        for r in table.rows
+    ]
+
+
+def tried_mechanisms(context: RunContext, before_round: int) -> set[str]:
+    """Mechanisms that earlier rounds of this run tried, whatever came of it."""
+    found = set()
+    for row in context.journal.attempts():
+        claim = (row.data.get("candidate") or {}).get("claim") or {}
+        name = claim.get("mechanism") or row.data.get("mechanism")
+        if row.round < before_round and name:
+            found.add(str(name))
+    return found
+
+
+def explore(context: RunContext, number: int, workers: list[Worker], work: WorkContext) -> list[Submitted]:
+    """Every proposal of every worker as a submitted candidate (or a rejected attempt), in the workers' order."""
+    results: list[Submitted] = []
+    for worker in workers:
+        result: WorkerResult = context.journal.step(
+            f"r{number}/worker/{worker.name}",
+            lambda w=worker: _one_worker(context, number, w, work),
+            model=WorkerResult,
+        )
+        if result.note:
+            context.say("note", text=f"{worker.name}: {result.note}", level="info")
+        results += result.attempts
+    for item in results:
+        if item.candidate is not None:
+            advance(context, item.attempt_id, AttemptState.submitted)
+        else:
+            reject(context, item.attempt_id, item.reason or Reason.does_not_apply, item.detail)
+    return results
+
+
+def _one_worker(context: RunContext, number: int, worker: Worker, work: WorkContext) -> WorkerResult:
+    proposals = worker.plan(work)
+    with ThreadPoolExecutor(max_workers=context.deployment.agents.workers) as pool:
+        attempts = list(
+            pool.map(
+                lambda pair: submit(context, number, f"r{number}-{worker.name}-{pair[0]}", pair[1], work.base_commit),
+                enumerate(proposals, start=1),
+            )
+        )
+    return WorkerResult(worker=worker.name, attempts=attempts, note="; ".join(getattr(worker, "notes", [])))
+
+
+def submit(context: RunContext, number: int, attempt_id: str, proposal: Proposal, base: str) -> Submitted:
+    """One proposal as a commit on its own branch. A proposal that does not fit is an attempt's fate, not an error."""
+    claim = Claim(**proposal.claim.fields())
+    context.journal.create_attempt(
+        attempt_id,
+        round=number,
+        worker=proposal.worker,
+        component=proposal.component,
+        data={"task": proposal.task, "why": proposal.why, "mechanism": proposal.mechanism},
+    )
+    advance(context, attempt_id, AttemptState.working)
+
+    def failed(reason: Reason, detail: str) -> Submitted:
+        return Submitted(
+            attempt_id=attempt_id,
+            worker=proposal.worker,
+            component=proposal.component,
+            why=proposal.why,
+            candidate=None,
+            reason=reason,
+            detail=detail,
+        )
+
+    worktree = context.trees.checkout(attempt_id, base)
+    try:
+        proposal.apply(worktree)
+        commit = context.trees.commit_all(attempt_id, proposal.task)
+    except AgentError as error:
+        return failed(Reason.does_not_apply, error.message)
+    except UnsafeChange as error:
+        return failed(Reason.outside_editable, error.message)
+    if commit == base:
+        return failed(Reason.empty_diff, "the proposal changes nothing")
+    candidate = Candidate(
+        attempt_id=attempt_id,
+        worker=proposal.worker,
+        base_commit=base,
+        commit=commit,
+        branch=f"specpilot/{attempt_id}",
+        claim=claim,
+    )
+    context.journal.move_attempt(
+        attempt_id,
+        context.journal.attempt(attempt_id).state,
+        data={"candidate": candidate.model_dump(mode="json")},
+    )
+    return Submitted(
+        attempt_id=attempt_id,
+        worker=proposal.worker,
+        component=proposal.component,
+        why=proposal.why,
+        candidate=candidate,
+    )

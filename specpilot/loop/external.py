@@ -1,0 +1,121 @@
+"""`specpilot attempt open | submit`: a person, or any coding agent, takes part with a worktree and a claim.
+
+Works on a run that is at rest (the attempt is measured at once) and on one that is busy (it waits for the next
+round). The outsider meets the same gate as everybody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from specpilot.agents import ClaimDraft, parse_claim, render_brief
+from specpilot.contracts import AttemptState, Candidate, Claim, GapTable
+from specpilot.errors import UsageError
+from specpilot.journal import RunLock
+from specpilot.loop.attempts import advance, settle
+from specpilot.loop.context import RunContext
+from specpilot.loop.explore import component_gaps, work_context
+from specpilot.loop.learn import learn
+from specpilot.loop.records import Assessment, Merged
+from specpilot.loop.state import head_of, merged_mechanisms, present_gaps
+
+
+def open_attempt(context: RunContext, component: str, task: str) -> tuple[str, Path, str]:
+    """A fresh worktree at the best commit: attempt id, folder, and the brief to read."""
+    base = context.trees.best()
+    number = sum(row.worker == "external" for row in context.journal.attempts()) + 1
+    attempt_id = f"x-{number}"
+    table = present_gaps(context)
+    known = [row.component for row in table.rows] if table else []
+    if known and component != "*" and component not in known:
+        raise UsageError(f"no component {component!r} in the cost model", f"one of: {', '.join(known)}, or '*'.")
+    context.journal.create_attempt(
+        attempt_id, round=0, worker="external", component=component, data={"task": task, "base_commit": base}
+    )
+    worktree = context.trees.worktree(attempt_id, base)
+    advance(context, attempt_id, AttemptState.working)
+    brief = render_brief(
+        attempt_id=attempt_id,
+        run=context.meta.run_id,
+        worktree=worktree,
+        task=task,
+        component=component,
+        gaps=component_gaps(table) if table else [],
+        round_ms=table.round_ms if table else 0.0,
+        editable=context.spec.editable_paths.include,
+        excluded=context.spec.editable_paths.exclude,
+        merged=merged_mechanisms(context),
+        failed=[
+            f"{row.id} ({row.component}): {row.reason}: {row.detail[:160]}"
+            for row in context.journal.attempts(state=AttemptState.rejected)
+        ],
+        known_counters=context.spec.counters,
+    )
+    (worktree.parent / f"{attempt_id}.brief.txt").write_text(brief, encoding="utf-8")
+    return attempt_id, worktree, brief
+
+
+def submit_attempt(context: RunContext, attempt_id: str, claim_file: Path) -> Assessment | None:
+    """Commits the worktree, then measures, judges and merges it; None when the run is busy and it has to wait."""
+    row = context.journal.attempt(attempt_id)
+    if row.worker != "external" or row.state is not AttemptState.working:
+        raise UsageError(f"attempt {attempt_id} is {row.state.value} and cannot be submitted", "open another one.")
+    submission = parse_claim(claim_file)
+    base = str(row.data["base_commit"])
+    commit = context.trees.commit_all(attempt_id, submission.claim.hypothesis.splitlines()[0][:72])
+    if commit == base:
+        raise UsageError(f"attempt {attempt_id} changes nothing", f"edit {context.trees.worktrees / attempt_id} first.")
+    candidate = Candidate(
+        attempt_id=attempt_id,
+        worker="external",
+        base_commit=base,
+        commit=commit,
+        branch=f"specpilot/{attempt_id}",
+        claim=Claim(**submission.claim.fields()),
+    )
+    remember = None
+    if submission.remember is not None:
+        remember = asdict(submission.remember) | {
+            "preconditions": submission.remember.preconditions and submission.remember.preconditions.model_dump()
+        }
+    data = {"candidate": candidate.model_dump(mode="json"), "remember": remember}
+    advance(context, attempt_id, AttemptState.submitted, data=data)
+    if RunLock.holder(context.run_dir):
+        return None
+    with RunLock(context.run_dir):
+        return judge_waiting(context, candidate)
+
+
+def judge_waiting(context: RunContext, candidate: Candidate) -> Assessment:
+    """Measures and judges a submitted attempt of a run at rest, lays it on the head if it gains, and learns."""
+    from specpilot.loop.assess import assess
+    from specpilot.loop.merge import merge_one
+
+    head = head_of(context)
+    assessment = assess(context, f"x/{candidate.attempt_id}", candidate, candidate.base_commit)
+    settle(context, candidate, assessment)
+    present = merged_mechanisms(context)
+    if assessment.accepted:
+        step: Merged = merge_one(context, f"x/{candidate.attempt_id}/merge", candidate, assessment, head)
+        if step.merged:
+            context.trees.set_head(step.after)
+    table = present_gaps(context) or _no_gaps(head)
+    learn(context, 0, work_context(context, 0, head, table, present, 1), [(candidate, assessment)])
+    return assessment
+
+
+def _no_gaps(commit: str) -> GapTable:
+    return GapTable(
+        commit=commit,
+        rows=[],
+        round_ms=0.0,
+        bound_ms=0.0,
+        accepted_length=1.0,
+        tokens_per_s=0.0,
+        tokens_per_s_at_bound=0.0,
+        share_of_bound=0.0,
+    )
+
+
+__all__ = ["ClaimDraft", "judge_waiting", "open_attempt", "submit_attempt"]

@@ -1,0 +1,103 @@
+"""Learn: what a round found out goes to memory with its evidence, whether it worked or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specpilot.agents import ClaimDraft, WorkContext, mechanism_from
+from specpilot.agents.external import MechanismDraft
+from specpilot.contracts import Candidate
+from specpilot.loop.context import RunContext
+from specpilot.loop.machine import environment_of, hardware_of
+from specpilot.loop.records import Assessment
+from specpilot.memory import Effect, Hardware
+from specpilot.memory.records import sha256_json
+
+
+def memory_hardware(context: RunContext) -> Hardware:
+    """This machine in the memory's words."""
+    hardware = hardware_of(context)
+    kind = "cuda" if hardware.kind == "gpu" else hardware.kind
+    return Hardware(kind=kind, isa=list(hardware.isa), name=hardware.name)
+
+
+def fingerprint(context: RunContext) -> str:
+    """Identity of what is optimised: weights, regime, engine. Budgets and names do not enter."""
+    deployment = context.deployment
+    return sha256_json(
+        {
+            "target": context.identity.target_sha256,
+            "drafter": context.identity.drafter_sha256 or context.identity.drafter,
+            "regime": deployment.regime.model_dump(mode="json"),
+            "engine": context.spec.name,
+        }
+    )
+
+
+def learn(
+    context: RunContext, number: int, work: WorkContext, results: list[tuple[Candidate, Assessment]]
+) -> None:
+    """Writes every outcome of a round to memory. Safe to repeat: an effect is stored once."""
+    for candidate, assessment in results:
+        replayed = candidate.claim.mechanism
+        if replayed:
+            ratio = assessment.comparison.ratio if assessment.comparison and assessment.accepted else None
+            context.memory.record_recall(
+                context.meta.run_id, replayed, tried=True, accepted=assessment.accepted, ratio=ratio
+            )
+        if assessment.comparison is None:
+            continue
+        name = replayed or _remember(context, candidate, work)
+        context.memory.record_effect(name, _effect(context, number, candidate, assessment))
+
+
+def _remember(context: RunContext, candidate: Candidate, work: WorkContext) -> str:
+    """A change that no mechanism stands for yet becomes one; whether it is verified or refuted, its effect says."""
+    data = context.journal.attempt(candidate.attempt_id).data
+    remember = data.get("remember")
+    draft = MechanismDraft(**{**remember, "requires": tuple(remember["requires"])}) if remember else None
+    claim = candidate.claim
+    mechanism = mechanism_from(
+        ClaimDraft(
+            claim.component,
+            claim.hypothesis,
+            claim.predicted_gain,
+            tuple(claim.counters),
+            tuple(claim.forbidden_counters),
+        ),
+        context.trees.diff(candidate.base_commit, candidate.commit),
+        work,
+        task=str(data.get("task") or ""),
+        remember=draft,
+    )
+    context.memory.add(mechanism, origin=context.meta.run_id)
+    return mechanism.name
+
+
+def _effect(context: RunContext, number: int, candidate: Candidate, assessment: Assessment) -> Effect:
+    comparison = assessment.comparison
+    assert comparison is not None
+    gate: dict[str, Any] = {}
+    if assessment.verdict is not None:
+        gate = assessment.verdict.model_dump(mode="json", exclude={"checks"})
+        gate["checks"] = {check.name: check.passed for check in assessment.verdict.checks}
+    return Effect(
+        deployment=context.deployment.name,
+        deployment_fingerprint=fingerprint(context),
+        hardware=memory_hardware(context),
+        ratio=comparison.ratio,
+        low=comparison.low,
+        high=comparison.high,
+        accepted_length_before=comparison.base.accepted_length,
+        accepted_length_after=comparison.candidate.accepted_length,
+        predicted_gain=candidate.claim.predicted_gain,
+        samples=comparison.pairs,
+        gate=gate,
+        environment=environment_of(context),
+        run=context.meta.run_id,
+        round=number,
+        worker=candidate.worker,
+        commit=candidate.commit,
+        outcome="verified" if assessment.accepted else "refuted",
+        reason="" if assessment.accepted else str(assessment.reason or "no-gain"),
+    )

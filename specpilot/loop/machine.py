@@ -1,0 +1,59 @@
+"""Machine: what this run stands on, measured once and kept with every result."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from typing import Any
+
+from specpilot.costmodel.hardware import Hardware, hardware_from_dict, resolve_hardware
+from specpilot.loop.context import RunContext
+from specpilot.paths import machine_file
+
+
+def machine_facts(context: RunContext) -> dict[str, Any]:
+    """Measured roofs and software versions, JSON-ready."""
+    hardware = resolve_hardware(context.deployment.hardware, machine_file())
+    return {"hardware": hardware.as_dict(), "software": _software()}
+
+
+def hardware_of(context: RunContext) -> Hardware:
+    """The roofs recorded when the run began."""
+    facts: dict[str, Any] = context.journal.step("machine", lambda: machine_facts(context))
+    return hardware_from_dict(facts["hardware"], "journal")
+
+
+def environment_of(context: RunContext) -> dict[str, Any]:
+    """Fingerprint of machine and software that goes with every effect in memory."""
+    facts: dict[str, Any] = context.journal.step("machine", lambda: machine_facts(context))
+    hardware = facts["hardware"]
+    return {
+        "machine": hardware["name"],
+        "isa": list(hardware["isa"]),
+        "threads": hardware["threads"],
+        "bandwidth_gbs": hardware["bandwidth_gbs"],
+        **facts["software"],
+    }
+
+
+def engine_threads(context: RunContext) -> int:
+    """CPU threads of the engine: as set, else the cores this process may use."""
+    return context.deployment.engine.threads or len(os.sched_getaffinity(0))
+
+
+def _software() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for package in ("torch", "numpy", "specpilot"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler:
+        finished = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        found["compiler"] = (finished.stdout.splitlines() or ["unknown"])[0]
+    return found

@@ -1,0 +1,117 @@
+"""Merge: accepted candidates one by one onto the head, the sum measured and judged again each time.
+
+The largest measured gain goes first: it is already proven against the round's base, so it becomes the head as
+it stands. Every further one is laid on by a three-way merge, and must gain over the head it was laid on.
+"""
+
+from __future__ import annotations
+
+from specpilot.contracts import AttemptState, Candidate, Reason
+from specpilot.loop.assess import assess
+from specpilot.loop.attempts import advance, supersede
+from specpilot.loop.context import RunContext
+from specpilot.loop.records import Assessment, Merged
+
+EXPECTED_MERGE_S = 60.0
+
+
+def merge_winners(
+    context: RunContext, number: int, base: str, accepted: list[tuple[Candidate, Assessment]]
+) -> tuple[str, list[Merged]]:
+    """Lays the accepted candidates of one round onto `base`; returns the new head and every step."""
+    head = base
+    steps: list[Merged] = []
+    for position, (candidate, assessment) in enumerate(_by_gain(accepted)):
+        key = f"r{number}/merge/{position}"
+        free = candidate.base_commit == head
+        if not free and not context.journal.finished(key) and context.budget.may_start(EXPECTED_MERGE_S):
+            context.say("note", text=f"{candidate.attempt_id}: accepted, not merged: wall clock", level="warning")
+            break
+        step = merge_one(context, key, candidate, assessment, head)
+        steps.append(step)
+        head = step.after
+    context.trees.set_head(head)
+    return head, steps
+
+
+def merge_one(context: RunContext, key: str, candidate: Candidate, assessment: Assessment, head: str) -> Merged:
+    """Lays one accepted candidate onto `head`, once; as it stands where `head` is what it was measured against."""
+
+    def run() -> Merged:
+        if candidate.base_commit == head:
+            return _first(candidate, assessment, head)
+        return _next(context, key, candidate, head)
+
+    step: Merged = context.journal.step(key, run, model=Merged)
+    _record(context, step, candidate)
+    return step
+
+
+def _by_gain(accepted: list[tuple[Candidate, Assessment]]) -> list[tuple[Candidate, Assessment]]:
+    def gain(pair: tuple[Candidate, Assessment]) -> float:
+        comparison = pair[1].comparison
+        return comparison.ratio if comparison else 0.0
+
+    return sorted(accepted, key=gain, reverse=True)
+
+
+def _first(candidate: Candidate, assessment: Assessment, base: str) -> Merged:
+    comparison = assessment.comparison
+    assert comparison is not None
+    return Merged(
+        attempt_id=candidate.attempt_id,
+        before=base,
+        after=candidate.commit,
+        merged=True,
+        reason=None,
+        detail="fast-forward: measured and judged as it stands",
+        gain=comparison.ratio,
+        low=comparison.low,
+        high=comparison.high,
+    )
+
+
+def _next(context: RunContext, key: str, candidate: Candidate, head: str) -> Merged:
+    def left_out(reason: Reason, detail: str, assessment: Assessment | None = None) -> Merged:
+        comparison = assessment.comparison if assessment else None
+        return Merged(
+            attempt_id=candidate.attempt_id,
+            before=head,
+            after=head,
+            merged=False,
+            reason=reason,
+            detail=detail,
+            gain=comparison.ratio if comparison else None,
+            low=comparison.low if comparison else None,
+            high=comparison.high if comparison else None,
+        )
+
+    outcome = context.trees.merge(head, candidate.commit, candidate.base_commit, key.replace("/", "-"))
+    if outcome.commit is None:
+        return left_out(Reason.does_not_apply, outcome.conflict)
+    summed = candidate.model_copy(update={"commit": outcome.commit, "base_commit": head})
+    assessment = assess(context, f"{key}/assess", summed, head)
+    if not assessment.accepted:
+        reason = Reason.superseded_by_sum if assessment.reason == Reason.no_gain else assessment.reason
+        return left_out(reason or Reason.superseded_by_sum, assessment.detail, assessment)
+    comparison = assessment.comparison
+    assert comparison is not None
+    return Merged(
+        attempt_id=candidate.attempt_id,
+        before=head,
+        after=outcome.commit,
+        merged=True,
+        reason=None,
+        detail="measured and judged on top of the head",
+        gain=comparison.ratio,
+        low=comparison.low,
+        high=comparison.high,
+    )
+
+
+def _record(context: RunContext, step: Merged, candidate: Candidate) -> None:
+    if step.merged:
+        advance(context, step.attempt_id, AttemptState.merged, detail=step.detail)
+    else:
+        supersede(context, step.attempt_id, f"{step.reason}: {step.detail}")
+    context.say("merge", **step.model_dump(mode="json"), mechanism=candidate.claim.mechanism)

@@ -1,0 +1,98 @@
+"""Observe: profile the head engine and compare each component of its decode round with its bound."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from specpilot.contracts import GapTable, Generation
+from specpilot.costmodel.analyse import analyse, bound_of
+from specpilot.costmodel.arithmetic import W12_BITS, Regime
+from specpilot.errors import InfrastructureError
+from specpilot.evaluation.server import EngineServer
+from specpilot.gate.records import TimeFloor
+from specpilot.loop.context import RunContext
+from specpilot.loop.machine import hardware_of
+
+PROFILED_PROMPTS = 3
+PLAIN_PROMPTS = 2
+
+
+def observe(context: RunContext, key: str, commit: str, variant: str = "final") -> GapTable:
+    """The gap table of `commit`, measured once per key."""
+
+    def run() -> GapTable:
+        with context.engine(commit, variant, key) as server:
+            return profile_engine(context, key, server)
+
+    table: GapTable = context.journal.step(key, run, model=GapTable)
+    context.say("gaps", **table.model_dump(mode="json"))
+    return table
+
+
+def profile_engine(context: RunContext, key: str, server: EngineServer) -> GapTable:
+    """Decodes a few tuning prompts without the profiler (true round time) and a few with it (component shares)."""
+    prompts = context.prompts(key).take("tuning", PLAIN_PROMPTS + PROFILED_PROMPTS + 1)
+    tokens = min(context.deployment.timed_tokens(), 96)
+
+    def decode(some: list) -> list[Generation]:
+        return [
+            server.client.generate(prompt.ids, max_new_tokens=tokens, prompt_id=prompt.id) for prompt in some
+        ]
+
+    decode(prompts[:1])
+    plain = decode(prompts[1 : 1 + PLAIN_PROMPTS])
+    cache = context.logs / "cache" / server.commit[:12]
+    server.client.start_profile(cache)
+    decode(prompts[1 + PLAIN_PROMPTS :])
+    trace = server.client.stop_profile()
+    if not trace.resolve().is_relative_to(cache.resolve()):
+        raise InfrastructureError(f"{server} wrote its trace to {trace}, not into {cache}", "use output_dir as given")
+    identity = context.identity
+    table = analyse(
+        trace,
+        Path(identity.target_dir),
+        identity.drafter,
+        hardware_of(context),
+        regime_of(context, plain),
+        round_ms=round_milliseconds(plain),
+        commit=server.commit,
+        scopes=context.spec.scopes,
+    )
+    return GapTable.model_validate(table.as_dict())
+
+
+def regime_of(context: RunContext, generations: list[Generation]) -> Regime:
+    """What is assumed where a trace does not say: whole blocks, mid-answer context."""
+    length = accepted_length(generations)
+    context_len = sum(len(g.prompt_ids) + len(g.output_ids) / 2 for g in generations) / len(generations)
+    return Regime(
+        rows=context.identity.block_size or 1,
+        requests=1,
+        context_len=round(context_len),
+        kv_bits=32.0,
+        accepted_length=length,
+    )
+
+
+def accepted_length(generations: list[Generation]) -> float:
+    """Committed tokens per decode round; 1 where the engine reports no rounds."""
+    rounds = sum(g.rounds or 0 for g in generations)
+    return sum(len(g.output_ids) - 1 for g in generations) / rounds if rounds else 1.0
+
+
+def round_milliseconds(generations: list[Generation]) -> float:
+    """Client-side milliseconds per decode round, from the first chunk to the end of each answer."""
+    rounds = sum(g.rounds or len(g.output_ids) - 1 for g in generations)
+    return 1e3 * sum(g.decode_s for g in generations) / rounds
+
+
+def time_floor(context: RunContext) -> TimeFloor:
+    """Fastest possible decode round: the target's weights read once in the most compact lossless format.
+
+    Optimistic on purpose: one row, no drafter, so that no honest candidate is ever called impossible.
+    """
+    regime = Regime(rows=1, context_len=0, weight_bits=W12_BITS)
+    bound = bound_of(Path(context.identity.target_dir), "none", hardware_of(context), regime)
+    milliseconds = min(bound.ms, getattr(bound, "fused_ms", math.inf))
+    return TimeFloor(round_s=milliseconds / 1e3, source="one row, 12-bit lossless weights, no drafter")

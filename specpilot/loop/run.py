@@ -1,0 +1,240 @@
+"""The front of the loop: start a run, go on with one, and say how it ended.
+
+A run is a folder. Everything in it is made by this process or its children; everything that was paid for is in its
+journal. `optimize` and `resume` are the same workflow: finished steps are read, unfinished ones are done.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from specpilot import __version__
+from specpilot.contracts import AttemptState, StopReason
+from specpilot.deployment import Deployment, parse_deployment
+from specpilot.errors import GateUnsoundError, InfrastructureError, RunFolderError, SpecPilotError, disk_full_named
+from specpilot.journal import Journal, ProcessRow, RunLock
+from specpilot.loop.budget import BudgetClock
+from specpilot.loop.context import RunContext
+from specpilot.loop.finish import finish
+from specpilot.loop.prepare import first_baselines, prepare
+from specpilot.loop.records import Prepared, RunMeta
+from specpilot.loop.rounds import run_round
+from specpilot.loop.state import head_of, merged_mechanisms
+from specpilot.memory import MemoryStore
+from specpilot.models import ensure_models
+from specpilot.paths import JOURNAL_NAME, memory_url, runs_dir
+from specpilot.report.view import RunView
+from specpilot.workspace import Workspace
+
+COMPLETE = {StopReason.rounds_done, StopReason.no_headroom, StopReason.no_candidates}
+EXIT_CODES = {
+    StopReason.infrastructure: 9,
+    StopReason.gate_unsound: 7,
+    StopReason.interrupted: 130,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command on a run ended."""
+
+    run_dir: Path
+    stop: StopReason
+    final: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a complete run; 6 for one that ended before its end; see `specpilot.errors` for the others."""
+        return 0 if self.stop in COMPLETE else EXIT_CODES.get(self.stop, 6)
+
+
+def optimize(
+    deployment: Deployment,
+    run_dir: Path | None = None,
+    *,
+    source: Path | None = None,
+    plain: bool = False,
+    memory: str | None = None,
+) -> Outcome:
+    """Begins a run and works until it ends. `source` is the deployment's file; `memory` an SQLAlchemy URL.
+
+    Raises `RunFolderError` when the folder already holds a run (resume it), `RunLockedError` when one is alive.
+    """
+    folder = run_dir or runs_dir() / f"{deployment.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (folder / JOURNAL_NAME).exists():
+        raise RunFolderError(f"{folder} already holds a run", f"go on with it: specpilot resume {folder}")
+    if folder.exists() and any(item.name != "run.lock" for item in folder.iterdir()):
+        raise RunFolderError(f"{folder} is not empty and holds no run", "give an empty or a new folder.")
+    with disk_full_named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with RunLock(folder):
+        meta = RunMeta(
+            run_id=folder.name,
+            deployment_name=deployment.name,
+            deployment_path=str(source or deployment.folder),
+            created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            secret=secrets.token_hex(16),
+            version=__version__,
+            memory_url=memory or memory_url(),
+        )
+        values = {"run": meta.model_dump(), "deployment": deployment.to_yaml(), "folder": str(deployment.folder)}
+        journal = Journal.create(folder / JOURNAL_NAME, values)
+        with disk_full_named(folder):
+            (folder / "deployment.yaml").write_text(deployment.to_yaml(), encoding="utf-8")
+        return _work(folder, journal, plain=plain)
+
+
+def resume(run_dir: Path, *, plain: bool = False) -> Outcome:
+    """Goes on with a run: no finished step is repeated. A run that had ended is finished again for free."""
+    if not (run_dir / JOURNAL_NAME).exists():
+        raise RunFolderError(f"{run_dir} holds no run", "`specpilot runs` lists them.")
+    with RunLock(run_dir):
+        return _work(run_dir, Journal.open(run_dir / JOURNAL_NAME), plain=plain)
+
+
+@contextmanager
+def open_run(run_dir: Path, *, plain: bool = True) -> Iterator[RunContext]:
+    """A run at rest, ready for `attempt`, `report` and `export`: nothing is started, no lock is taken."""
+    if not (run_dir / JOURNAL_NAME).exists():
+        raise RunFolderError(f"{run_dir} holds no run", "`specpilot runs` lists them.")
+    context = _context(run_dir, Journal.open(run_dir / JOURNAL_NAME), plain=plain)
+    try:
+        if not context.journal.finished("preflight"):
+            raise RunFolderError(f"{run_dir} has not been prepared", f"specpilot resume {run_dir}")
+        context.models = ensure_models(context.deployment)
+        context.workspace = Workspace.open(run_dir, recover=False)
+        context.prepared = context.journal.result("preflight", Prepared)
+        yield context
+    finally:
+        context.memory.close()
+        context.journal.close()
+
+
+def _context(run_dir: Path, journal: Journal, *, plain: bool) -> RunContext:
+    meta = journal.meta()
+    run = RunMeta.model_validate(meta["run"])
+    deployment = parse_deployment(meta["deployment"], Path(meta["folder"]), str(run_dir / "deployment.yaml"))
+    session = int(meta.get("sessions", 0)) + 1
+    journal.set_meta("sessions", session)
+    return RunContext(
+        run_dir=run_dir,
+        deployment=deployment,
+        meta=run,
+        journal=journal,
+        view=RunView(deployment=deployment.name, run_id=run.run_id, run_dir=run_dir, plain=plain),
+        budget=BudgetClock(deployment.budget, journal),
+        memory=MemoryStore(run.memory_url),
+        session=session,
+    )
+
+
+def _work(run_dir: Path, journal: Journal, *, plain: bool) -> Outcome:
+    end_leftovers(journal)
+    context = _context(run_dir, journal, plain=plain)
+    with context.view, _terminate_as_interrupt():
+        try:
+            return _workflow(context)
+        except KeyboardInterrupt:
+            return _ended(context, StopReason.interrupted)
+        except GateUnsoundError:
+            _ended(context, StopReason.gate_unsound)
+            raise
+        except InfrastructureError:
+            _ended(context, StopReason.infrastructure)
+            raise
+        except SpecPilotError as error:
+            context.say("note", level="error", text=error.message)
+            raise
+        finally:
+            context.budget.save()
+            _tidy(context)
+            context.memory.close()
+            journal.close()
+
+
+def _workflow(context: RunContext) -> Outcome:
+    """The whole run. Reads like a list because every line is a durable step or a function of durable steps."""
+    prepare(context)
+    first_baselines(context)
+    head, stop = context.trees.first_commit, StopReason.rounds_done
+    for number in range(1, context.deployment.budget.rounds + 1):
+        result = run_round(context, number, head, merged_mechanisms(context))
+        head = result.head
+        if result.stop is not None:
+            stop = result.stop
+            break
+    head = head_of(context)  # attempts from outside may have gone further
+    four = finish(context, head, stop)
+    outcome = Outcome(context.run_dir, stop, four)
+    _report(context, outcome)
+    return outcome
+
+
+def _report(context: RunContext, outcome: Outcome) -> None:
+    from specpilot.loop.summary import report_data
+    from specpilot.report.html import write_report
+
+    data = report_data(context)
+    path = write_report(data, context.run_dir / "report.html")
+    context.view.event("done", {"stop": outcome.stop.value, "report": str(path), "data": data})
+
+
+def _ended(context: RunContext, stop: StopReason) -> Outcome:
+    context.journal.set_meta("stop_reason", stop.value)
+    context.journal.event("ended", {"stop": stop.value})
+    return Outcome(context.run_dir, stop)
+
+
+def end_leftovers(journal: Journal) -> list[ProcessRow]:
+    """Ends engines that an earlier life of the run left behind; a process id that is somebody else's now is left alone."""
+    ended = []
+    for row in journal.live_processes():
+        try:
+            process = psutil.Process(row.pid)
+            if abs(process.create_time() - row.start_time) < 1.0:
+                os.killpg(row.pgid, signal.SIGKILL)
+                ended.append(row)
+        except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            pass
+        journal.end_process(row.pid, row.start_time)
+    return ended
+
+
+def _tidy(context: RunContext) -> None:
+    """Removes worktrees that nobody needs; an open outside attempt keeps its own."""
+    if context.workspace is None:
+        return
+    rows = context.journal.attempts()
+    keep = {row.id for row in rows if row.worker == "external" and row.state is AttemptState.working}
+    context.workspace.prune_unknown(keep)
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends a run the way Ctrl-C does: state written, engines ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+__all__ = ["Outcome", "end_leftovers", "open_run", "optimize", "resume"]

@@ -1,0 +1,29 @@
+"""Questions about where a run stands, answered from its journal and its repository alone."""
+
+from __future__ import annotations
+
+from specpilot.contracts import AttemptState, GapTable
+from specpilot.loop.context import RunContext
+
+
+def head_of(context: RunContext) -> str:
+    """Commit of the best engine so far."""
+    return context.trees.best()
+
+
+def merged_mechanisms(context: RunContext) -> list[str]:
+    """Names of the mechanisms in the best engine, oldest first."""
+    names = []
+    for row in context.journal.attempts(state=AttemptState.merged):
+        claim = (row.data.get("candidate") or {}).get("claim") or {}
+        remember = row.data.get("remember") or {}
+        name = claim.get("mechanism") or remember.get("name")
+        if name:
+            names.append(str(name))
+    return names
+
+
+def present_gaps(context: RunContext) -> GapTable | None:
+    """The newest gap table on record."""
+    keys = [row.key for row in context.journal.steps() if row.finished and row.key.endswith(("/observe", "/gaps"))]
+    return context.journal.result(keys[-1], GapTable) if keys else None

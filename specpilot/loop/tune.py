@@ -1,0 +1,89 @@
+"""Tune: the search worker's trials, screened as quick paired legs against the round's base.
+
+Screening decides nothing: the best setting becomes a candidate like any other, measured and gated in full.
+"""
+
+from __future__ import annotations
+
+import math
+
+from specpilot.agents import SearchWorker, WorkContext
+from specpilot.agents.search import Trial
+from specpilot.evaluation.errors import EngineError
+from specpilot.evaluation.legs import decode_rate, require_full, run_leg
+from specpilot.evaluation.server import EngineServer
+from specpilot.loop.assess import patiently
+from specpilot.loop.context import RunContext
+from specpilot.loop.explore import submit
+from specpilot.loop.records import Submitted, WorkerResult
+
+SCREENING_PROMPTS = 2
+EXPECTED_TRIAL_S = 15.0
+
+
+def tune(context: RunContext, number: int, work: WorkContext) -> list[Submitted]:
+    """Runs the search for this base, once; at most one candidate comes out."""
+    result: WorkerResult = context.journal.step(
+        f"r{number}/worker/search", lambda: _search(context, number, work), model=WorkerResult
+    )
+    if result.note:
+        context.say("note", level="info", text=f"search: {result.note}")
+    return result.attempts
+
+
+def _search(context: RunContext, number: int, work: WorkContext) -> WorkerResult:
+    worker = SearchWorker(trials=context.deployment.agents.search.trials)
+    session = worker.open(work)
+    if session is None:
+        return WorkerResult(worker="search", attempts=[], note="the engine declares nothing to tune")
+    key = f"r{number}-search"
+    with context.engine(work.base_commit, "final", f"{key}-base") as base:
+        base.freeze()
+        while context.budget.may_start(EXPECTED_TRIAL_S) is None and (trial := session.ask()) is not None:
+            ratio = patiently(context, key, lambda t=trial: _screen(context, key, base, work, t))
+            session.tell(trial, ratio)
+            context.say("trial", worker="search", arm=trial.arm, values=trial.values, ratio=ratio)
+    proposal = session.proposal()
+    attempts = [] if proposal is None else [submit(context, number, f"{key}-1", proposal, work.base_commit)]
+    return WorkerResult(worker="search", attempts=attempts, note=session.report().text)
+
+
+def _screen(
+    context: RunContext, key: str, base: EngineServer, work: WorkContext, trial: Trial
+) -> float | None:
+    """Decode rate of a setting over the base's on the same few prompts, alternating; None if its engine fails."""
+    name = f"{key}-trial"
+    worktree = context.trees.checkout(name, work.base_commit)
+    trial.apply(worktree)
+    commit = context.trees.commit_all(name, f"Trial {trial.number}: {trial.values}")
+    regime = context.deployment.regime
+    tokens = min(64, context.deployment.timed_tokens())
+    prompts = context.prompts(f"{key}-{trial.number}").take("tuning", (SCREENING_PROMPTS + 1) * regime.concurrency)
+    batches = [prompts[i : i + regime.concurrency] for i in range(0, len(prompts), regime.concurrency)]
+
+    def rate(server: EngineServer, index: int) -> float:
+        server.thaw()
+        try:
+            leg = run_leg(
+                server,
+                batches[index],
+                concurrency=regime.concurrency,
+                max_new_tokens=tokens,
+                temperature=regime.temperature,
+                side="base" if server is base else "candidate",
+            )
+            require_full(leg, tokens)
+            return decode_rate(leg)
+        finally:
+            server.freeze()
+
+    try:
+        with context.engine(commit, "final", f"{key}-{trial.number}") as tried:
+            rate(tried, 0)
+            logs = [math.log(rate(tried, i) / rate(base, i)) for i in range(1, SCREENING_PROMPTS + 1)]
+    except EngineError as error:
+        if base.frozen and base.alive():
+            context.say("note", level="info", text=f"search: {trial.values} failed: {error.message.splitlines()[0]}")
+            return None
+        raise
+    return math.exp(sum(logs) / len(logs))
