@@ -71,15 +71,19 @@ class MemoryStore:
         self._write(act)
 
     def record_recall(self, run: str, name: str, *, tried: bool, accepted: bool, ratio: float | None = None) -> None:
-        """Store (or update) what came of recalling `name` in `run`; one row per run and mechanism."""
+        """Store what came of recalling `name` in `run`: one row per run and mechanism, which only ever gains.
+
+        Telling less than is known (a resumed run plans again) takes nothing back.
+        """
 
         def act(session: Session) -> None:
             mechanism = _row(session, name, None)
             row = session.scalar(select(RecallRow).where(RecallRow.run == run, RecallRow.mechanism_id == mechanism.id))
             if row is None:
-                row = RecallRow(run=run, mechanism_id=mechanism.id)
+                row = RecallRow(run=run, mechanism_id=mechanism.id, tried=False, accepted=False)
                 session.add(row)
-            row.tried, row.accepted, row.ratio, row.at = tried, accepted, ratio, datetime.now(UTC)
+            row.tried, row.accepted, row.at = row.tried or tried, row.accepted or accepted, datetime.now(UTC)
+            row.ratio = row.ratio if ratio is None else ratio
 
         self._write(act)
 

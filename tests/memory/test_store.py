@@ -89,6 +89,7 @@ def test_recall_outcomes_are_counted_once_per_run(store, mechanism):
         store.add(mechanism(name), origin="x")
     store.record_recall("run-1", "a1", tried=False, accepted=False)
     store.record_recall("run-1", "a1", tried=True, accepted=True, ratio=2.0)
+    store.record_recall("run-1", "a1", tried=False, accepted=False)
     store.record_recall("run-1", "a2", tried=True, accepted=True, ratio=8.0)
     store.record_recall("run-1", "a3", tried=True, accepted=False, ratio=0.9)
     stats = store.stats()
@@ -234,12 +235,12 @@ def test_processes_share_a_fresh_store_without_losing_a_write(url, mechanism):
         subprocess.Popen(
             [sys.executable, "-c", OPEN_AND_WRITE, url, str(worker), mechanism().patch], stderr=subprocess.PIPE
         )
-        for worker in range(4)
+        for worker in range(3)
     ]
     errors = [child.communicate(timeout=60)[1].decode() for child in children]
-    assert [child.returncode for child in children] == [0] * 4, errors
+    assert [child.returncode for child in children] == [0] * 3, errors
     with MemoryStore(url, seed_folder=None) as store:
-        assert len(store.get("shared").effects) == 40
+        assert len(store.get("shared").effects) == 30
 
 
 def test_threads_share_one_store(store, mechanism, effect):
