@@ -1,0 +1,152 @@
+"""What a machine can do: measured once (`probe.py`) or read from a datasheet in `sheets/`.
+
+A `Hardware` is a pair of roofs (memory bandwidth, peak operations per second) and a floor (cost of one dependent
+step: a kernel launch, or a fork-join of the thread team). Figures are decimal: 1 GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import CostModelError
+
+SHEETS = Path(__file__).parent / "sheets"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Roofs and floor of one machine. `source` says whether they were `measured` or come from a `datasheet`."""
+
+    name: str
+    kind: str
+    """`cpu` or `gpu`."""
+    bandwidth_gbs: float
+    """Read-only streaming bandwidth, as weight streaming sees it, in GB/s."""
+    peak_gflops: dict[str, float]
+    """Peak multiply-add throughput per compute type, in GFLOP/s (two operations per multiply-add)."""
+    launch_us: float
+    """Microseconds of one dependent step."""
+    cache_bytes: int
+    source: str
+    copy_gbs: float | None = None
+    threads: int | None = None
+    isa: tuple[str, ...] = ()
+    lower_bound: bool = False
+    """True when the figures are only lower bounds of what the machine can do (probe without a compiler)."""
+    notes: tuple[str, ...] = ()
+    median: dict[str, float] = field(default_factory=dict)
+    """Medians over the probe's repeats, next to the best-of figures above."""
+
+    def peak(self, compute: str | None = None) -> float:
+        """GFLOP/s for a compute type; by default bfloat16 on a GPU and float32 on a CPU."""
+        wanted = compute or self.compute
+        if wanted not in self.peak_gflops:
+            known = ", ".join(sorted(self.peak_gflops))
+            raise CostModelError(f"{self.name} has no peak for {wanted!r}; known: {known}")
+        return self.peak_gflops[wanted]
+
+    @property
+    def compute(self) -> str:
+        """The type in which this kind of machine computes matrix products by default."""
+        return "bfloat16" if self.kind == "gpu" and "bfloat16" in self.peak_gflops else "float32"
+
+    @property
+    def ridge(self) -> float:
+        """Arithmetic intensity (operations per byte) at which the two roofs meet."""
+        return self.peak() / self.bandwidth_gbs
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON-serialisable form."""
+        return {**asdict(self), "isa": list(self.isa), "notes": list(self.notes)}
+
+
+def hardware_from_dict(value: dict[str, Any], where: str) -> Hardware:
+    """Build a `Hardware` from its JSON or YAML form; says what is missing or not positive, and where."""
+    value = dict(value)
+    value.pop("match", None)
+    for key in ("isa", "notes"):
+        value[key] = tuple(value.get(key) or ())
+    try:
+        value["peak_gflops"] = {str(k): float(v) for k, v in dict(value["peak_gflops"]).items()}
+        for key in ("bandwidth_gbs", "launch_us"):
+            value[key] = float(value[key])
+        value["cache_bytes"] = int(float(value["cache_bytes"]))
+        found = Hardware(**value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CostModelError(f"{where}: not a hardware sheet ({type(error).__name__}: {error})") from error
+    if min(found.bandwidth_gbs, found.launch_us, *found.peak_gflops.values()) <= 0:
+        raise CostModelError(f"{where}: bandwidth, peaks and launch overhead must be positive")
+    return found
+
+
+def sheet_names() -> list[str]:
+    """Names of the datasheets that ship with SpecPilot."""
+    return sorted(path.stem for path in SHEETS.glob("*.yaml"))
+
+
+def load_sheet(name: str) -> Hardware:
+    """Load a datasheet by name (`h100-sxm`), or from a path to a YAML file of the same form."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else SHEETS / f"{name}.yaml"
+    if not path.is_file():
+        raise CostModelError(
+            f"no hardware sheet {name!r}; known: auto, {', '.join(sheet_names())}, or a path to a .yaml"
+        )
+    return hardware_from_dict(_read(path), str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise CostModelError(f"{path} is not YAML: {error}") from error
+    if not isinstance(value, dict):
+        raise CostModelError(f"{path} must hold a mapping")
+    return value
+
+
+def gpu_name() -> str | None:
+    """Name of the first GPU that `nvidia-smi` reports, or None when there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None
+
+
+def sheet_for_gpu(name: str) -> Hardware:
+    """Return the sheet whose `match` pattern fits a GPU name as nvidia-smi prints it."""
+    for sheet in sheet_names():
+        pattern = _read(SHEETS / f"{sheet}.yaml").get("match")
+        if pattern and re.search(str(pattern), name, re.IGNORECASE):
+            return load_sheet(sheet)
+    raise CostModelError(
+        f"no datasheet fits the GPU {name!r}; known: {', '.join(sheet_names())}. "
+        f"Write a YAML of the same form and give its path as `hardware`"
+    )
+
+
+def resolve_hardware(name: str, cache: Path, *, prefer: str | None = None, remeasure: bool = False) -> Hardware:
+    """Return the machine for a deployment's `hardware` field.
+
+    `auto` means the GPU's datasheet where there is one (unless `prefer` is `cpu`), else this CPU, measured once and
+    kept in the JSON file `cache`. `cpu` always means this CPU, measured. Anything else is a sheet's name or path.
+    """
+    from .probe import measured_machine
+
+    if name == "auto":
+        found = None if prefer == "cpu" else gpu_name()
+        return sheet_for_gpu(found) if found else measured_machine(cache, remeasure=remeasure)
+    if name == "cpu":
+        return measured_machine(cache, remeasure=remeasure)
+    return load_sheet(name)

@@ -1,0 +1,133 @@
+// Measures what a CPU can stream and compute, as a native decode kernel would use it. Prints one JSON object.
+// Usage: probe_machine THREADS BUFFER_BYTES REPEATS. Build: g++ -O3 -march=native -fopenmp.
+#include <omp.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <vector>
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+typedef uint64_t Words __attribute__((vector_size(kVectorBytes)));
+constexpr int kChains = 12;  // independent accumulators: latency 4-5 cycles times 2 units per cycle, and they fit 16 registers
+
+constexpr double kSecondsAtMost = 4.0;  // on a busy machine fewer repeats fit
+
+static volatile uint64_t sink;
+
+// Every thread reads its own contiguous part, once, in `streams` interleaved sequences, and only adds what it reads.
+template <int streams>
+static double read_seconds(const char* buffer, size_t bytes, int threads) {
+  const size_t part = bytes / threads / (streams * 4096) * (streams * 4096), stream = part / streams;
+  uint64_t total = 0;
+  const double start = omp_get_wtime();
+#pragma omp parallel num_threads(threads) reduction(+ : total)
+  {
+    const char* base = buffer + part * omp_get_thread_num();
+    Words sums[streams][2] = {};
+    for (size_t at = 0; at < stream; at += 2 * kVectorBytes)
+      for (int s = 0; s < streams; ++s) {
+        const Words* from = reinterpret_cast<const Words*>(base + s * stream + at);
+        sums[s][0] += from[0];
+        sums[s][1] += from[1];
+      }
+    for (int s = 0; s < streams; ++s)
+      for (size_t lane = 0; lane < kVectorBytes / 8; ++lane) total += sums[s][0][lane] + sums[s][1][lane];
+  }
+  const double seconds = omp_get_wtime() - start;
+  sink = total;
+  return seconds / (double(part) * threads);
+}
+
+static double copy_seconds(char* buffer, size_t bytes, int threads) {
+  const size_t half = bytes / 2, part = half / threads / 4096 * 4096;
+  const double start = omp_get_wtime();
+#pragma omp parallel num_threads(threads)
+  std::memcpy(buffer + half + part * omp_get_thread_num(), buffer + part * omp_get_thread_num(), part);
+  return (omp_get_wtime() - start) / (2.0 * part * threads);
+}
+
+static double thread_seconds() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+// Sum over the threads of what each computes per second of its own CPU time, so that being descheduled does not count.
+static double fma_gflops(int threads) {
+  const long rounds = 400000;
+  double total = 0, rate = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : total, rate)
+  {
+    Floats sums[kChains], factor = {}, term = {};
+    for (int c = 0; c < kChains; ++c) sums[c] = factor + float(c);
+    factor += 0.999f;
+    term += 1e-3f;
+    asm volatile("" : "+m"(factor), "+m"(term));  // neither is a compile-time constant
+    const double start = thread_seconds();
+    for (long i = 0; i < rounds; ++i)
+      for (int c = 0; c < kChains; ++c) sums[c] = sums[c] * factor + term;
+    for (int c = 0; c < kChains; ++c) total += sums[c][0];
+    rate += 2.0 * kChains * (kVectorBytes / 4) * double(rounds) / (thread_seconds() - start) * 1e-9;
+  }
+  sink = uint64_t(total);
+  return rate;
+}
+
+static double fork_join_us(int threads) {
+  const int regions = 200;
+  const double start = omp_get_wtime();
+  for (int i = 0; i < regions; ++i) {
+#pragma omp parallel num_threads(threads)
+    { asm volatile("" ::: "memory"); }
+  }
+  return (omp_get_wtime() - start) / regions * 1e6;
+}
+
+static void print(const char* name, std::vector<double> values, bool larger_is_better, bool last) {
+  std::sort(values.begin(), values.end());
+  const double best = larger_is_better ? values.back() : values.front();
+  std::printf("\"%s\": {\"best\": %.6g, \"median\": %.6g}%s\n", name, best, values[values.size() / 2], last ? "}" : ",");
+}
+
+int main(int argc, char** argv) {
+  if (argc != 4) return 2;
+  const int threads = std::atoi(argv[1]), repeats = std::atoi(argv[3]);
+  const size_t bytes = std::strtoull(argv[2], nullptr, 10), huge = size_t(2) << 20;
+  char* buffer = static_cast<char*>(std::aligned_alloc(huge, (bytes + huge - 1) / huge * huge));
+  if (!buffer || threads < 1 || repeats < 1) return 3;
+  madvise(buffer, bytes, MADV_HUGEPAGE);  // as an engine would for its weights
+  const size_t part = (bytes + threads - 1) / threads;
+#pragma omp parallel num_threads(threads)
+  {
+    const size_t from = part * omp_get_thread_num();
+    if (from < bytes) std::memset(buffer + from, 1, std::min(part, bytes - from));  // first touch by the reader
+  }
+  std::vector<double> reads, copies, peaks, joins;
+  const double start = omp_get_wtime();
+  for (int r = 0; r < repeats && (r < 2 || omp_get_wtime() - start < kSecondsAtMost); ++r) {
+    const double seconds = std::min({read_seconds<1>(buffer, bytes, threads), read_seconds<2>(buffer, bytes, threads),
+                                     read_seconds<4>(buffer, bytes, threads)});
+    reads.push_back(1e-9 / seconds);
+    copies.push_back(1e-9 / copy_seconds(buffer, bytes, threads));
+    peaks.push_back(fma_gflops(threads));
+    joins.push_back(fork_join_us(threads));
+  }
+  std::printf("{");
+  print("read_gbs", reads, true, false);
+  print("copy_gbs", copies, true, false);
+  print("fma_gflops", peaks, true, false);
+  print("fork_join_us", joins, false, true);
+  return 0;
+}

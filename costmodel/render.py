@@ -1,0 +1,90 @@
+"""Terminal rendering of machines, bounds and gap tables, with rich."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .gaps import GapTable
+from .hardware import Hardware
+
+_LIMIT_STYLE = {"bandwidth": "cyan", "compute": "magenta", "launch": "yellow"}
+
+
+def rich_table(table: GapTable, *, title: str | None = None) -> RenderableType:
+    """The gap table for the terminal; measured columns are left out where nothing was measured."""
+    measured = table.round_ms > 0 and any(row.measured_ms for row in table.rows)
+    grid = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False, box=None)
+    grid.add_column("component")
+    if measured:
+        grid.add_column("measured ms", justify="right")
+    grid.add_column("bound ms", justify="right")
+    grid.add_column("limit")
+    if measured:
+        for name in ("of bound", "share", "recoverable ms", "expected gain"):
+            grid.add_column(name, justify="right")
+    for row in table.rows:
+        if not measured and row.bound_ms == 0:
+            continue
+        limit = Text(row.limit, style=_LIMIT_STYLE.get(row.limit, "")) if row.bound_ms else Text("none", style="dim")
+        if not measured:
+            grid.add_row(row.component, f"{row.bound_ms:.3f}", limit)
+            continue
+        grid.add_row(
+            row.component,
+            f"{row.measured_ms:.3f}",
+            f"{row.bound_ms:.3f}",
+            limit,
+            Text(f"{row.ratio:.0%}" if row.bound_ms and row.measured_ms else "-", style="red" if row.ratio > 1 else ""),
+            f"{row.share:.1%}",
+            f"{row.recoverable_ms:.3f}",
+            f"{row.expected_gain:.3f}x",
+        )
+    parts: list[RenderableType] = [grid, Text(summary(table), style="bold")]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in table.warnings]
+    return Group(*parts)
+
+
+def summary(table: GapTable) -> str:
+    """One line: round, bound, rates."""
+    at_bound = f"bound {table.bound_ms:.2f} ms a round, {table.tokens_per_s_at_bound:.1f} tokens/s"
+    if not table.round_ms:
+        return f"{at_bound} at accepted length {table.accepted_length:.2f}"
+    return (
+        f"round {table.round_ms:.2f} ms, {table.tokens_per_s:.1f} tokens/s at accepted length "
+        f"{table.accepted_length:.2f}; {at_bound}; {table.share_of_bound:.0%} of the bound"
+    )
+
+
+def machine_table(measured: Hardware, sheet: Hardware | None = None) -> Table:
+    """What the machine can do: best-of, median, and a datasheet's figures beside them."""
+    grid = Table(
+        title=measured.name, title_justify="left", title_style="bold", header_style="bold", pad_edge=False, box=None
+    )
+    grid.add_column("")
+    grid.add_column("best" if measured.source == "measured" else "datasheet", justify="right")
+    if measured.median:
+        grid.add_column("median", justify="right")
+    if sheet is not None:
+        grid.add_column(sheet.name, justify="right")
+    rows: list[tuple[str, str, str, str]] = [
+        ("read bandwidth, GB/s", "bandwidth_gbs", "read_gbs", ".1f"),
+        ("copy bandwidth, GB/s", "copy_gbs", "copy_gbs", ".1f"),
+        ("peak multiply-add, GFLOP/s", "", "fma_gflops", ".0f"),
+        ("dependent step, us", "launch_us", "fork_join_us", ".2f"),
+        ("ridge, operations per byte", "ridge", "", ".1f"),
+    ]
+    for label, field, key, form in rows:
+        cells = [label, _figure(measured, field, form)]
+        if measured.median:
+            cells.append(format(measured.median[key], form) if key in measured.median else "")
+        if sheet is not None:
+            cells.append(_figure(sheet, field, form))
+        grid.add_row(*cells)
+    return grid
+
+
+def _figure(hardware: Hardware, field: str, form: str) -> str:
+    value = hardware.peak() if not field else getattr(hardware, field)
+    return "" if value is None else format(value, form)

@@ -1,0 +1,190 @@
+"""Trace attribution and gap tables on hand-made traces whose answer is known."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from specpilot.contracts import GapTable as Contract
+from specpilot.costmodel import (
+    CostModelError,
+    Hardware,
+    Regime,
+    analyse,
+    attribute,
+    gap_table,
+    predicted_gain,
+    predicted_speedup,
+    rich_table,
+)
+from specpilot.costmodel.roofline import Bound, RoundBound
+from specpilot.costmodel.trace import load_events
+from tests.costmodel.published import SMOL_DFLASH, SMOLLM2_135M
+
+TOY = Hardware("toy", "cpu", 10.0, {"float32": 100.0}, 1.0, 1 << 20, "datasheet")
+
+
+def event(name, ts, dur, tid=1, **args):
+    return {"name": name, "ph": "X", "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+
+
+def rounds(count=3, mlp=4000.0, start=0.0, host=500.0):
+    """Rounds of draft.mlp 1 ms, target.mlp `mlp` us and `host` us outside any scope, back to back."""
+    found, at = [], start
+    for _ in range(count):
+        length = 1000 + mlp + host
+        found += [
+            event("round", at, length, rows=8, requests=1, committed=3, context_len=100),
+            event("draft.mlp", at + 100, 1000),
+            event("target.mlp", at + 1200, mlp),
+        ]
+        at += length + 50
+    return found
+
+
+def test_median_per_round_and_host_remainder():
+    events = rounds(3) + rounds(1, mlp=40_000.0, start=1e6)  # one outlier does not move the median
+    profile = attribute(events, ["draft.mlp", "target.mlp", "host"])
+    assert profile.component_ms == pytest.approx({"draft.mlp": 1.0, "target.mlp": 4.0, "host": 0.5})
+    assert profile.round_ms == pytest.approx(5.5)
+    assert (profile.rounds, profile.rows, profile.context_len) == (4, 8, 100)
+    assert profile.accepted_length == 3.0 and profile.warnings == ()
+
+
+def test_nested_scopes_count_once():
+    events = [
+        event("round", 0, 10_000),
+        event("target.mlp", 1000, 6000),
+        event("target.norm", 2000, 1000),
+        event("target.norm", 4000, 500),
+        event("draft.mlp", 4100, 200),  # nested two deep
+    ]
+    profile = attribute(events, ["target.mlp", "target.norm", "draft.mlp", "host"])
+    expected = {"target.mlp": 4.5, "target.norm": 1.3, "draft.mlp": 0.2, "host": 4.0}
+    assert profile.component_ms == pytest.approx(expected)
+    assert sum(profile.component_ms.values()) == pytest.approx(profile.round_ms)
+
+
+def test_time_outside_rounds_is_not_counted():
+    events = [*rounds(2), event("prefill", 90_000, 30_000), event("target.mlp", 91_000, 25_000)]
+    assert attribute(events, ["draft.mlp", "target.mlp"]).component_ms["target.mlp"] == pytest.approx(4.0)
+
+
+def test_unrelated_and_malformed_entries():
+    noise = [{"name": "aten::mm", "ph": "X", "ts": 0, "dur": 9}, {"name": "round", "ph": "B", "ts": 3}, {"ph": "M"}]
+    assert attribute([*noise, *rounds(1)], ["target.mlp", "draft.mlp"]).rounds == 1
+    with pytest.raises(CostModelError, match="no usable ts"):
+        attribute([*rounds(1), {"name": "target.mlp", "ph": "X", "ts": 1}], ["target.mlp"])
+    with pytest.raises(CostModelError, match="no `round` event"):
+        attribute([event("target.mlp", 0, 5)], ["target.mlp"])
+
+
+def test_missing_scope_and_overlapping_threads_are_warned_of():
+    profile = attribute(rounds(2), ["draft.mlp", "target.mlp", "draft.fc", "sample"])
+    assert profile.component_ms["draft.fc"] == 0.0
+    assert any("draft.fc" in w and "sample" not in w for w in profile.warnings)
+    overlapping = [event("round", 0, 1000), event("target.mlp", 0, 900), event("draft.mlp", 0, 900, tid=2)]
+    profile = attribute(overlapping, ["target.mlp", "draft.mlp"])
+    assert profile.component_ms["host"] == 0.0
+    assert any("several threads" in w for w in profile.warnings)
+
+
+def test_engine_names_map_to_components():
+    events = [event("round", 0, 1000), event("ffn", 0, 700)]
+    profile = attribute(events, ["target.mlp", "host"], scopes={"ffn": "target.mlp"})
+    assert profile.component_ms == pytest.approx({"target.mlp": 0.7, "host": 0.3})
+
+
+def test_gpu_timeline_wins_over_the_launching_threads():
+    cpu = [event("round", 0, 100), event("target.mlp", 0, 40)]
+    gpu = [dict(event("round", 50, 1000, tid=7), cat="gpu_user_annotation")]
+    gpu.append(dict(event("target.mlp", 50, 800, tid=7), cat="gpu_user_annotation"))
+    profile = attribute(cpu + gpu, ["target.mlp", "host"])
+    assert (profile.rounds, profile.round_ms, profile.component_ms["target.mlp"]) == (1, 1.0, 0.8)
+
+
+def test_loads_both_forms_and_gzip(tmp_path: Path):
+    plain, packed = tmp_path / "t.json", tmp_path / "t.json.gz"
+    plain.write_text(json.dumps(rounds(1)))
+    packed.write_bytes(gzip.compress(json.dumps({"traceEvents": rounds(1)}).encode()))
+    assert load_events(plain) == load_events(packed)
+    for text, words in (("{", "not a Chrome trace"), ('{"a": 1}', "no `traceEvents`")):
+        plain.write_text(text)
+        with pytest.raises(CostModelError, match=words):
+            load_events(plain)
+    with pytest.raises(CostModelError, match="profile the engine first"):
+        load_events(tmp_path / "none.json")
+
+
+def bounds(**ms):
+    parts = tuple(Bound(name.replace("_", "."), value, 0.0, 0.0, 1.0, 1.0, 1.0) for name, value in ms.items())
+    return RoundBound(parts, sum(ms.values()), 0.0, 0.0)
+
+
+def test_gap_table_arithmetic_and_ranking():
+    measured = {"draft.mlp": 2.0, "target.mlp": 6.0, "target.head": 1.0, "host": 1.0}
+    table = gap_table(bounds(draft_mlp=0.5, target_mlp=3.0, target_head=1.0), measured, accepted_length=2.5)
+    assert [row.component for row in table.rows] == ["target.mlp", "draft.mlp", "host", "target.head"]
+    mlp = table.rows[0]
+    assert (mlp.ratio, mlp.share, mlp.recoverable_ms) == (0.5, 0.6, 3.0)
+    assert mlp.expected_gain == pytest.approx(10 / 7)
+    assert table.round_ms == 10.0 and table.bound_ms == 4.5
+    assert table.tokens_per_s == pytest.approx(250.0)
+    assert table.tokens_per_s_at_bound == pytest.approx(2500 / 4.5)
+    assert table.share_of_bound == pytest.approx(0.45)
+    assert predicted_gain(table, ["target.mlp"]) == pytest.approx(mlp.expected_gain)
+    assert predicted_gain(table, ["target.mlp", "draft.mlp", "host"]) == pytest.approx(10 / 4.5)
+    assert predicted_gain(table, ["target.mlp"], reached=0.6) == pytest.approx(10 / 9)
+    assert predicted_gain(table, ["target.head"], reached=0.5) == 1.0  # already better than that
+    assert predicted_speedup(table, "target.mlp", 2.0) == pytest.approx(10 / 7)
+    with pytest.raises(CostModelError, match="no component draft.fc"):
+        predicted_gain(table, ["draft.fc"])
+    assert Contract(**table.as_dict()).rows[0].component == "target.mlp"  # the contract takes it as it is
+
+
+def test_above_the_roof_is_reported_and_never_clipped():
+    table = gap_table(bounds(target_mlp=3.0), {"target.mlp": 2.0, "host": 0.5})
+    row = next(row for row in table.rows if row.component == "target.mlp")
+    assert row.ratio == 1.5 and row.recoverable_ms == 0.0 and row.expected_gain == 1.0
+    assert table.share_of_bound == pytest.approx(1.2)
+    assert any("target.mlp" in w and "150%" in w and "model is wrong" in w for w in table.warnings)
+    assert any("2.500 ms" in w and "120%" in w for w in table.warnings)
+
+
+def test_unknown_component_and_disagreeing_round_are_warned_of():
+    table = gap_table(bounds(target_mlp=1.0), {"target.mlp": 2.0, "draft.tree": 2.0}, round_ms=2.0)
+    assert any("no arithmetic for draft.tree" in w for w in table.warnings)
+    assert any("without the profiler" in w for w in table.warnings)
+    assert table.tokens_per_s == pytest.approx(500.0)
+
+
+def test_analyse_end_to_end_takes_the_regime_from_the_rounds(tmp_path: Path):
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": rounds(5)}))
+    table = analyse(trace, SMOLLM2_135M, SMOL_DFLASH, TOY, Regime(rows=4, accepted_length=9), commit="abc")
+    assert table.accepted_length == 3.0 and table.hardware["regime"]["rows"] == 8
+    assert table.hardware["regime"]["context_len"] == 100
+    assert table.round_ms == pytest.approx(5.5) and table.commit == "abc"
+    assert any("no scope" in w and "target.qkv" in w for w in table.warnings)
+    assert json.loads(json.dumps(table.as_dict()))["rows"]
+
+
+def test_table_without_measurement_has_bounds_only(tmp_path: Path):
+    table = analyse(None, SMOLLM2_135M, "ngram", TOY, Regime(rows=8))
+    assert table.round_ms == 0.0 and table.share_of_bound == 0.0 and table.bound_ms > 0
+    assert not [row for row in table.rows if row.component.startswith("draft.")]
+    assert all(row.measured_ms == 0 and row.expected_gain == 1.0 for row in table.rows)
+
+
+def test_rendering_shows_every_component_and_warning():
+    table = gap_table(bounds(draft_mlp=0.5, target_mlp=3.0), {"draft.mlp": 2.0, "target.mlp": 2.0, "host": 1.0})
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(rich_table(table, title="now"))
+    text = console.export_text()
+    for word in ("draft.mlp", "target.mlp", "host", "150%", "model is wrong", "recoverable ms"):
+        assert word in text
