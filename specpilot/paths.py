@@ -50,7 +50,7 @@ def machine_file() -> Path:
 
 def memory_url() -> str:
     """SQLAlchemy URL of the memory: `$SPECPILOT_MEMORY_URL`, or an SQLite file in the home folder."""
-    return os.environ.get("SPECPILOT_MEMORY_URL") or f"sqlite:///{home() / 'memory.sqlite'}"
+    return os.environ.get("SPECPILOT_MEMORY_URL") or f"sqlite:///{home() / 'memory.db'}"
 
 
 def all_runs() -> list[Path]:

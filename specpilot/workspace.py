@@ -211,7 +211,9 @@ class Workspace:
 
     def prune_unknown(self, known: set[str]) -> list[str]:
         """Remove every worktree whose name is not in `known` (dirty ones are saved); returns the names."""
-        names = sorted(path.name for path in self.worktrees.iterdir()) if self.worktrees.is_dir() else []
+        names = (
+            sorted(path.name for path in self.worktrees.iterdir() if path.is_dir()) if self.worktrees.is_dir() else []
+        )
         gone = [name for name in names if name not in known]
         for name in gone:
             self.remove(name)

@@ -1,0 +1,67 @@
+"""`specpilot attempt ...`: the way in for a person or any other agent; the same gate judges it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from specpilot.cli.options import Plain, RunName
+from specpilot.cli.status import attempt_table
+from specpilot.errors import UsageError
+from specpilot.journal import Journal
+from specpilot.paths import JOURNAL_NAME, find_run
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Take part yourself: edit a worktree, submit it.")
+
+
+@app.command("open")
+def open_(
+    run: RunName,
+    component: Annotated[str, typer.Option(help="Component of the gap table to work on; `*`: any.")] = "*",
+    task: Annotated[str, typer.Option(help="What is to be tried, in words.")] = "Make the decode round faster.",
+) -> None:
+    """Make a worktree at the best commit and print its brief."""
+    folder = find_run(run)
+    from specpilot.loop.external import open_attempt
+    from specpilot.loop.run import open_run
+
+    with open_run(folder, plain=True) as context:
+        attempt_id, worktree, brief = open_attempt(context, component, task)
+    typer.echo(brief)
+    typer.echo(f"\nattempt  {attempt_id}\nworktree {worktree}")
+    typer.echo(f"submit   specpilot attempt submit {folder.name} {attempt_id} --claim CLAIM.yaml")
+
+
+@app.command()
+def submit(
+    run: RunName,
+    attempt_id: Annotated[str, typer.Argument(metavar="ATTEMPT")],
+    claim: Annotated[Path, typer.Option("--claim", help="File with the claim (see the brief).")],
+    plain: Plain = True,
+) -> None:
+    """Commit the worktree and have it measured and judged: now, or by the run in progress."""
+    folder = find_run(run)
+    if not claim.is_file():
+        raise UsageError(f"there is no claim file {claim}", "write one as the brief says and give it as --claim.")
+    from specpilot.loop.external import submit_attempt
+    from specpilot.loop.run import open_run
+
+    with open_run(folder, plain=plain) as context:
+        assessment = submit_attempt(context, attempt_id, claim)
+    if assessment is None:
+        typer.echo(f"{attempt_id} submitted; the run in progress judges it in its next round")
+        return
+    typer.echo(f"{attempt_id} {'accepted' if assessment.accepted else 'rejected'}: {assessment.detail}")
+
+
+@app.command("list")
+def list_(run: RunName = "latest") -> None:
+    """All attempts of a run and where they stand."""
+    journal = Journal.open(find_run(run) / JOURNAL_NAME)
+    attempts = journal.attempts()
+    Console().print(attempt_table(attempts) if attempts else escape("no attempts yet"))
+    journal.close()

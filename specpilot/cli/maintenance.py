@@ -1,0 +1,111 @@
+"""`specpilot gc`: what earlier runs left, and its removal. Nothing of a run in progress is touched."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+
+from specpilot.cli.options import folder_size, size_text
+from specpilot.errors import SpecPilotError
+from specpilot.journal import Journal, RunLock
+from specpilot.paths import JOURNAL_NAME, models_dir, runs_dir
+from specpilot.sandbox import kill_leftovers
+from specpilot.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One thing that can go."""
+
+    what: str
+    size: int
+    remove: Callable[[], object]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("gc")(gc)
+
+
+def gc(
+    apply: Annotated[bool, typer.Option("--apply", help="Remove them; without it they are only listed.")] = False,
+    older_than: Annotated[
+        float | None, typer.Option(metavar="DAYS", help="Also whole runs that ended so long ago.")
+    ] = None,
+) -> None:
+    """List (or remove) leftover processes, worktrees of ended runs, and half-made downloads.
+
+    Uncommitted work in a worktree is saved as a patch in the run's saved/ folder first.
+    """
+    found = list(leftovers(older_than))
+    for item in found:
+        typer.echo(f"{'removing' if apply else 'found'}: {item.what} ({size_text(item.size)})")
+        if apply:
+            item.remove()
+    total = size_text(sum(item.size for item in found))
+    if not found:
+        typer.echo("nothing to clean")
+    elif apply:
+        typer.echo(f"removed {len(found)} things, {total}")
+    else:
+        typer.echo(f"{len(found)} things, {total}; `specpilot gc --apply` removes them")
+
+
+def leftovers(older_than_days: float | None = None) -> Iterator[Leftover]:
+    """Everything that can go, found afresh."""
+    folders = sorted(runs_dir().iterdir()) if runs_dir().is_dir() else []
+    for folder in folders:
+        if folder.is_dir() and RunLock.holder(folder) is None:
+            yield from _of_run(folder, older_than_days)
+    if models_dir().is_dir():
+        for path in [*models_dir().glob(".*.part"), *(models_dir() / "downloads").glob(".part-*")]:
+            if not _recent(path):
+                yield Leftover(f"half-made download {path}", folder_size(path), lambda p=path: shutil.rmtree(p))  # type: ignore[misc]
+
+
+def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover]:
+    try:
+        journal = Journal.open(folder / JOURNAL_NAME)
+    except SpecPilotError:
+        if not _recent(folder):
+            yield Leftover(f"{folder}, which is no readable run", folder_size(folder), lambda: shutil.rmtree(folder))
+        return
+    recorded = [(row.pid, row.pgid, row.start_time) for row in journal.live_processes()]
+    ended = journal.get_meta("stop_reason") is not None
+    journal.close()
+    alive = [row for row in recorded if _is_alive(row[0], row[2])]
+    if alive:
+        pids = ", ".join(str(row[0]) for row in alive)
+        yield Leftover(f"processes {pids} of {folder.name}, whose run is gone", 0, lambda: kill_leftovers(alive))
+    age_days = (time.time() - (folder / JOURNAL_NAME).stat().st_mtime) / 86400
+    if older_than_days is not None and ended and age_days > older_than_days:
+        yield Leftover(
+            f"run {folder.name}, ended {age_days:.0f} days ago", folder_size(folder), lambda: shutil.rmtree(folder)
+        )
+        return
+    worktrees = folder / "worktrees"
+    if ended and worktrees.is_dir() and any(worktrees.iterdir()):
+        yield Leftover(
+            f"worktrees of {folder.name} (its commits stay)",
+            folder_size(worktrees),
+            lambda: Workspace.open(folder).prune_unknown(set()),
+        )
+
+
+def _is_alive(pid: int, start_time: float) -> bool:
+    try:
+        return abs(psutil.Process(pid).create_time() - start_time) < 0.02
+    except psutil.Error:
+        return False
+
+
+def _recent(path: Path) -> bool:
+    """Changed within the last hour: somebody may be at work on it."""
+    return time.time() - path.stat().st_mtime < 3600

@@ -1,0 +1,105 @@
+"""`specpilot status` and `specpilot runs`: what is going on, and what there is. Reads only."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specpilot.cli.options import RunName
+from specpilot.contracts import AttemptState
+from specpilot.errors import SpecPilotError
+from specpilot.journal import AttemptRow, Journal, RunLock
+from specpilot.paths import JOURNAL_NAME, all_runs, find_run, runs_dir
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("status")(status)
+    app.command("runs")(runs)
+
+
+def status(run: RunName = "latest") -> None:
+    """What a run is doing, or how it ended."""
+    folder = find_run(run)
+    journal = Journal.open(folder / JOURNAL_NAME)
+    console = Console()
+    console.print(f"run       {escape(folder.name)}\nfolder    {escape(str(folder))}")
+    console.print(f"deployment {escape(deployment_name(journal))}")
+    console.print(f"state     {escape(state_of(folder, journal))}")
+    steps = journal.steps()
+    begun = [step.key for step in steps if not step.finished]
+    console.print(
+        f"steps     {sum(step.finished for step in steps)} finished"
+        + escape(f"; begun: {', '.join(begun)}" if begun else "")
+    )
+    attempts = journal.attempts()
+    if attempts:
+        console.print(attempt_table(attempts))
+    for event in journal.events()[-5:]:
+        console.print(
+            f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event.kind} {escape(_short(event.data))}"
+        )
+    journal.close()
+
+
+def runs() -> None:
+    """All runs, oldest first."""
+    console = Console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("run", "deployment", "started", "state", "attempts"):
+        table.add_column(column, overflow="fold")
+    folders = all_runs()
+    for folder in folders:
+        try:
+            journal = Journal.open(folder / JOURNAL_NAME)
+        except SpecPilotError as error:
+            table.add_row(escape(folder.name), "?", "?", escape(error.message), "")
+            continue
+        counts = Counter(attempt.state for attempt in journal.attempts())
+        merged = f"{sum(counts.values())}, {counts[AttemptState.merged]} merged"
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(journal.get_meta("created_at", 0.0)))
+        table.add_row(
+            escape(folder.name), escape(deployment_name(journal)), began, escape(state_of(folder, journal)), merged
+        )
+        journal.close()
+    console.print(table if folders else f"no runs under {runs_dir()}")
+
+
+def state_of(folder: Path, journal: Journal) -> str:
+    """One line: who works on it, how it ended, or that it was interrupted."""
+    holder = RunLock.holder(folder)
+    if holder:
+        return f"running ({holder})"
+    reason = journal.get_meta("stop_reason")
+    return f"ended: {reason}" if reason else "interrupted; specpilot resume goes on"
+
+
+def deployment_name(journal: Journal) -> str:
+    """Name of the deployment that a run works on."""
+    meta = journal.meta()
+    run: Any = meta.get("run") or meta
+    return str(run.get("deployment_name") or meta.get("deployment_name") or "?")
+
+
+def attempt_table(attempts: list[AttemptRow]) -> Table:
+    """Attempts and where they stand."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("attempt", "round", "worker", "component", "state", "why"):
+        table.add_column(column, overflow="fold")
+    for row in attempts:
+        why = f"{row.reason}: {row.detail}" if row.reason else row.detail
+        cells = (row.id, str(row.round), row.worker, row.component, str(row.state), why[:100])
+        table.add_row(*(escape(cell) for cell in cells))
+    return table
+
+
+def _short(data: dict[str, Any]) -> str:
+    text = " ".join(f"{key}={value}" for key, value in data.items())
+    return text if len(text) <= 120 else text[:117] + "..."
