@@ -92,6 +92,7 @@ class EngineClient:
         submitted = time.perf_counter()
         with self._streamed("/generate", body, timeout_s) as chunks:
             for chunk in chunks:
+                arrived = time.perf_counter()
                 for event in reader.feed(chunk):
                     ids = token_ids(event.get("output_ids", []))
                     if len(output) + len(ids) > max_new_tokens:
@@ -99,7 +100,7 @@ class EngineClient:
                             f"engine sent more than the {max_new_tokens} tokens asked for", "fix the engine's stop rule"
                         )
                     if ids and not output:
-                        first_s, first_count = time.perf_counter(), len(ids)
+                        first_s, first_count = arrived, len(ids)
                     output.extend(ids)
                     meta = event.get("meta_info") or meta
                 if reader.done:

@@ -62,6 +62,12 @@ class WrongIdentity(EngineError):
     reason = Reason.wrong_identity
 
 
+class WrongWeights(WrongIdentity):
+    """The engine serves other weights than the run's checkpoints."""
+
+    reason = Reason.wrong_weights
+
+
 class LimitExceeded(EngineError):
     """The sandbox ended the process for its use of memory, time or output."""
 

@@ -25,7 +25,14 @@ from specpilot.deployment import Deployment
 from specpilot.engine_tree import EngineSpec
 from specpilot.errors import EnvironmentProblem
 from specpilot.evaluation.client import EngineClient
-from specpilot.evaluation.errors import EngineCrash, EngineError, LimitExceeded, StartFailed, WrongIdentity
+from specpilot.evaluation.errors import (
+    EngineCrash,
+    EngineError,
+    LimitExceeded,
+    StartFailed,
+    WrongIdentity,
+    WrongWeights,
+)
 
 if TYPE_CHECKING:
     from specpilot.models import ResolvedModels
@@ -270,16 +277,14 @@ class EngineServer:
 def check_identity(info: dict[str, Any], commit: str, variant: str, models: ResolvedModels) -> None:
     """Raises WrongIdentity unless `/server_info` states this commit, this variant and these checkpoints."""
     target, drafter = _section(info, "target"), _section(info, "drafter")
-    wanted: list[tuple[str, Any, Any]] = [
-        ("commit", info.get("commit"), commit),
-        ("variant", info.get("variant"), variant),
-        ("target sha256", target.get("sha256"), models.target_sha256),
-    ]
+    code = [("commit", info.get("commit"), commit), ("variant", info.get("variant"), variant)]
+    weights = [("target sha256", target.get("sha256"), models.target_sha256)]
     if models.drafter_sha256 is not None and (variant in SPECULATIVE or drafter.get("sha256") is not None):
-        wanted.append(("drafter sha256", drafter.get("sha256"), models.drafter_sha256))
-    wrong = [f"{what} is {found!r}, expected {right!r}" for what, found, right in wanted if found != right]
-    if wrong:
-        raise WrongIdentity("the engine is not the one asked for: " + "; ".join(wrong), "was a slot or a path swapped?")
+        weights.append(("drafter sha256", drafter.get("sha256"), models.drafter_sha256))
+    for kind, wanted in ((WrongIdentity, code), (WrongWeights, weights)):
+        wrong = [f"{what} is {found!r}, expected {right!r}" for what, found, right in wanted if found != right]
+        if wrong:
+            raise kind("the engine is not the one asked for: " + "; ".join(wrong), "was a slot or a path swapped?")
 
 
 def _section(info: dict[str, Any], name: str) -> dict[str, Any]:

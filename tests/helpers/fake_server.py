@@ -232,7 +232,7 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def model(self) -> FakeModel:
-        return self.server.model  # type: ignore[attr-defined, no-any-return]
+        return self.server.model  # type: ignore[attr-defined]
 
     def do_GET(self) -> None:
         """`/health`, `/server_info`, `/v1/models`."""

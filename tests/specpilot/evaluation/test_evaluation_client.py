@@ -31,7 +31,7 @@ def test_generate_returns_the_models_tokens_and_our_times(talk) -> None:
     assert (found.rounds, found.first_chunk_tokens, found.decoded) == (3, 1, 9)
     assert found.claimed_tokens == 10 and found.finish_reason == "length"
     assert began <= found.submitted_s < found.first_s < found.last_s <= time.perf_counter()
-    assert found.first_s - found.submitted_s >= 0.02 and found.decode_s >= 0.03
+    assert found.first_s - found.submitted_s >= 0.02 and found.decode_s >= 0.025
 
 
 def test_natural_stop(talk) -> None:

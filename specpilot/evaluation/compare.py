@@ -1,0 +1,263 @@
+"""Candidate against base: interleaved, paired, stopped as soon as the answer is known.
+
+Both engines are up; the one that is not timed is frozen. Every pair sends the same fresh prompts to both sides, in the
+order A B, B A, A B, ... so that drift of the machine cancels. After each pair the confidence sequence is looked
+at; it stays valid under that peeking. Failures of the candidate become `CandidateFailed`, failures of the base stay
+`EngineError`: infrastructure, never a score.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from specpilot.contracts import Comparison, Leg, Record
+from specpilot.deployment import MeasurementSettings, Regime
+from specpilot.errors import UsageError
+from specpilot.evaluation import legs as figures
+from specpilot.evaluation.errors import LimitExceeded, blame_candidate
+from specpilot.evaluation.lease import CpuWatch, DeviceLease
+from specpilot.evaluation.prompts import Prompt
+from specpilot.evaluation.server import EngineServer
+from specpilot.evaluation.stats import Interval, confidence_sequence, detectable_effect, sample_sd
+
+WARM_UP_TOKENS = 24
+SIDES = ("base", "candidate")
+
+SEEN_END_TO_END = 0.5
+"""Share of the saved decode time that must also be saved from submission to end. Less means that decode time was
+moved to before the first token."""
+
+IDLE_CPU_S = 0.05
+"""CPU seconds a frozen process may seem to gain (clock resolution)."""
+
+
+class PairEvent(Record):
+    """Progress, after every pair."""
+
+    pair: int
+    of: int
+    ratio: float
+    """This pair's candidate/base ratio of decode tokens per second."""
+    mean: float
+    low: float
+    high: float
+    seconds: float
+
+
+@dataclass
+class _Session:
+    """One comparison under way."""
+
+    servers: dict[str, EngineServer]
+    regime: Regime
+    tokens: int
+    watch: CpuWatch = field(default_factory=CpuWatch)
+    legs: dict[str, list[Leg]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    decode: list[float] = field(default_factory=list)
+    end_to_end: list[float] = field(default_factory=list)
+
+    def blamed(self, side: str) -> AbstractContextManager[None]:
+        """Errors inside the block count against `side`."""
+        return blame_candidate() if side == "candidate" else nullcontext()
+
+    def warm_up(self, prompts: Iterator[Prompt]) -> None:
+        """The same kind of requests as the timed ones, on other prompts; leaves both sides frozen."""
+        for side, server in self.servers.items():
+            batch = _draw(prompts, self.regime.concurrency)
+            with self.blamed(side), server.active():
+                figures.run_leg(
+                    server,
+                    batch,
+                    concurrency=self.regime.concurrency,
+                    max_new_tokens=min(WARM_UP_TOKENS, self.tokens),
+                    temperature=self.regime.temperature,
+                    side=side,
+                )
+
+    def pair(self, batch: list[Prompt], order: tuple[str, str]) -> None:
+        """Both sides answer the batch; appends to the samples."""
+        made = {side: self._leg(side, batch) for side in order}
+        for side in SIDES:
+            self.legs[side].append(made[side])
+        base, candidate = made["base"], made["candidate"]
+        self.decode.append(math.log(figures.decode_rate(candidate) / figures.decode_rate(base)))
+        self.end_to_end.append(math.log(figures.end_to_end_rate(candidate) / figures.end_to_end_rate(base)))
+
+    def _leg(self, side: str, batch: list[Prompt]) -> Leg:
+        server, (other, idle) = self.servers[side], next(item for item in self.servers.items() if item[0] != side)
+        resting = idle.cpu_seconds()
+        with self.blamed(side), server.active():
+            server.client.flush_cache()
+            self.watch.start(server.cpu_seconds())
+            leg = figures.run_leg(
+                server,
+                batch,
+                concurrency=self.regime.concurrency,
+                max_new_tokens=self.tokens,
+                temperature=self.regime.temperature,
+                side=side,
+                seed=len(self.decode) if self.regime.temperature > 0 else None,
+            )
+            self.watch.stop(server.cpu_seconds())
+            figures.require_full(leg, self.tokens)
+        with self.blamed(other):
+            if idle.cpu_seconds() - resting > IDLE_CPU_S:
+                raise LimitExceeded(f"the {idle} worked while it was stopped", "something continued its processes")
+        return leg
+
+
+def compare(
+    base: EngineServer,
+    candidate: EngineServer,
+    prompts: Iterator[Prompt],
+    settings: MeasurementSettings,
+    alpha: float,
+    *,
+    regime: Regime,
+    on_pair: Callable[[PairEvent], None] | None = None,
+    noise_sd: float | None = None,
+    max_seconds: float | None = None,
+    device: str = "cpu",
+) -> tuple[Comparison, list[Leg]]:
+    """Measures until the interval decides, at most `settings.max_pairs` pairs or about `max_seconds`.
+
+    Both servers must be started and stay usable (thawed) afterwards. `alpha` is this comparison's share of the run's
+    error rate (`stats.level_for`); `noise_sd` the standard deviation of one pair's log-ratio from an A/A run, for
+    `Comparison.detectable`. Returned legs alternate by pair and hold every timed token of both sides.
+    Decision: `gain` if the whole interval is above 1, the ratio is at least `settings.min_effect` and the saved time is
+    seen from submission to end too; `loss` if the interval is below 1; else `null`.
+    Raises CandidateFailed, EngineError (base), InfrastructureError.
+    """
+    began = time.monotonic()
+    prompts = iter(prompts)
+    session = _Session(
+        {"base": base, "candidate": candidate}, regime, settings.output_tokens_timed or regime.output_tokens
+    )
+    with DeviceLease(device, f"comparing {candidate}") as lease:
+        try:
+            base.freeze()
+            candidate.freeze()
+            session.warm_up(prompts)
+            decode = _measure(session, prompts, settings, alpha, on_pair, began, max_seconds)
+        finally:
+            for server in (base, candidate):
+                server.thaw()
+    noise = noise_sd if noise_sd is not None else sample_sd(session.decode)
+    facts = {
+        "device": device,
+        "lease_waited_s": round(lease.waited_s, 3),
+        "pair_sd": sample_sd(session.decode),
+        "noise_sd": noise,
+        "noise_from": "A/A pairs" if noise_sd is not None else "this comparison",
+        **session.watch.summary(),
+    }
+    comparison = _conclude(session, decode, settings, alpha, noise, facts, time.monotonic() - began)
+    return comparison, [
+        leg for pair in zip(session.legs["base"], session.legs["candidate"], strict=True) for leg in pair
+    ]
+
+
+def _measure(
+    session: _Session,
+    prompts: Iterator[Prompt],
+    settings: MeasurementSettings,
+    alpha: float,
+    on_pair: Callable[[PairEvent], None] | None,
+    began: float,
+    max_seconds: float | None,
+) -> Interval:
+    """Pairs until the interval, the pair budget or the time budget says stop; never fewer than two."""
+    order: tuple[str, str] = ("base", "candidate")
+    first = time.monotonic()
+    for done in itertools.count(1):
+        session.pair(_draw(prompts, session.regime.concurrency), order)
+        order = (order[1], order[0])
+        interval = confidence_sequence(session.decode, alpha)
+        if on_pair is not None:
+            on_pair(_event(session, interval, settings, time.monotonic() - began))
+        if done >= settings.min_pairs and is_decided(interval, settings.min_effect):
+            break
+        if done >= settings.max_pairs:
+            break
+        per_pair = (time.monotonic() - first) / done
+        if max_seconds is not None and done >= 2 and time.monotonic() - began + per_pair > max_seconds:
+            break
+    return interval
+
+
+def is_decided(interval: Interval, min_effect: float) -> bool:
+    """More pairs would change nothing: surely at least `min_effect`, or surely less than it (a null or a loss)."""
+    worthwhile = math.log(min_effect)
+    return interval.low >= max(worthwhile, 1e-9) or interval.high < worthwhile
+
+
+def _event(session: _Session, interval: Interval, settings: MeasurementSettings, seconds: float) -> PairEvent:
+    return PairEvent(
+        pair=len(session.decode),
+        of=settings.max_pairs,
+        ratio=math.exp(session.decode[-1]),
+        mean=math.exp(interval.mean),
+        low=interval.low_ratio,
+        high=interval.high_ratio,
+        seconds=seconds,
+    )
+
+
+def _conclude(
+    session: _Session,
+    decode: Interval,
+    settings: MeasurementSettings,
+    alpha: float,
+    noise: float,
+    facts: dict[str, Any],
+    seconds: float,
+) -> Comparison:
+    whole = confidence_sequence(session.end_to_end, alpha)
+    share = seen_end_to_end(session.legs["base"], session.legs["candidate"])
+    facts["decode_saving_seen_end_to_end"] = share
+    decision = "null"
+    if decode.high < 0:
+        decision = "loss"
+    elif decode.low > 0 and decode.mean >= math.log(settings.min_effect):
+        decision = "gain"
+        if share is None or share < SEEN_END_TO_END:
+            decision = "null"
+            facts["warnings"].append("decode time was moved to before the first token: no gain from submission to end")
+    return Comparison(
+        base=figures.summarise(session.servers["base"], session.legs["base"]),
+        candidate=figures.summarise(session.servers["candidate"], session.legs["candidate"]),
+        ratio=math.exp(decode.mean),
+        low=decode.low_ratio,
+        high=decode.high_ratio,
+        end_to_end_ratio=math.exp(whole.mean),
+        end_to_end_low=whole.low_ratio,
+        end_to_end_high=whole.high_ratio,
+        alpha=alpha,
+        pairs=[math.exp(value) for value in session.decode],
+        detectable=detectable_effect(noise, settings.max_pairs, alpha),
+        decision=decision,
+        seconds=seconds,
+        machine=facts,
+    )
+
+
+def seen_end_to_end(base: list[Leg], candidate: list[Leg]) -> float | None:
+    """Seconds saved from submission to end, over seconds saved in decoding; None when decoding saved nothing."""
+    saved = sum(map(figures.decode_seconds, base)) - sum(map(figures.decode_seconds, candidate))
+    if saved <= 0.0:
+        return None
+    whole = sum(map(figures.end_to_end_seconds, base)) - sum(map(figures.end_to_end_seconds, candidate))
+    return whole / saved
+
+
+def _draw(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
+    batch = list(itertools.islice(prompts, count))
+    if len(batch) < count:
+        raise UsageError("the comparison ran out of prompts", "give it an endless stream: PromptPool.stream")
+    return batch
