@@ -1,0 +1,17 @@
+"""What every test gets: a home folder of its own, and none of the developer's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No test reads or writes the user's `~/.specpilot` or memory."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("SPECPILOT_HOME", str(home))
+    monkeypatch.delenv("SPECPILOT_MEMORY_URL", raising=False)
+    yield home
