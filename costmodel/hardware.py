@@ -39,7 +39,7 @@ class Hardware:
     threads: int | None = None
     isa: tuple[str, ...] = ()
     lower_bound: bool = False
-    """True when the figures are only lower bounds of what the machine can do (probe without a compiler)."""
+    """True when the figures are only lower bounds of what the machine can do (no compiler, or it was busy)."""
     notes: tuple[str, ...] = ()
     median: dict[str, float] = field(default_factory=dict)
     """Medians over the probe's repeats, next to the best-of figures above."""

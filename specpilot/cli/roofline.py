@@ -1,16 +1,26 @@
-"""`specpilot roofline`: what a decode round must cost on this machine, component by component."""
+"""`specpilot roofline`: what a decode round must cost on this machine, component by component, and what a run's engine costs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from specpilot.cli.options import DeploymentName, Overrides, load
-from specpilot.paths import machine_file
+from specpilot import costmodel
+from specpilot.cli.options import Overrides, load
+from specpilot.contracts import GapTable
+from specpilot.deployment import Deployment
+from specpilot.errors import SpecPilotError, UsageError
+from specpilot.journal import Journal
+from specpilot.paths import JOURNAL_NAME, find_run, machine_file
+
+NGRAM_ROWS = 8
+"""Rows assumed for prompt look-up, whose drafts vary in number."""
+
+WEIGHT_FORMATS = ", ".join(costmodel.FORMATS)
 
 
 def register(app: typer.Typer) -> None:
@@ -19,37 +29,121 @@ def register(app: typer.Typer) -> None:
 
 
 def roofline(
-    deployment: DeploymentName,
+    deployment: Annotated[
+        str | None,
+        typer.Option("--deployment", "-d", help="Name of a bundled deployment, or path of a deployment.yaml."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="Show the profiles of a run's engines: run id, folder, or `latest`.")
+    ] = None,
     set_: Overrides = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure this machine again.")] = False,
+    weights: Annotated[str, typer.Option(help=f"Weight format of the bound: {WEIGHT_FORMATS}.")] = "bfloat16",
     accepted_length: Annotated[float, typer.Option(min=1.0, help="Committed tokens per round to assume.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Print the machine's roofs and the bound of each component; measures the machine once (seconds)."""
-    from specpilot import costmodel
+    if weights not in costmodel.FORMATS:
+        raise UsageError(f"no weight format {weights!r}", f"known: {WEIGHT_FORMATS}.")
+    if (deployment is None) == (run is None):
+        raise UsageError("roofline needs either --deployment or --run", "like: specpilot roofline -d NAME")
+    if run is not None:
+        _show_run(find_run(run), as_json)
+        return
+    assert deployment is not None
+    chosen, _ = load(deployment, set_)
+    try:
+        _show_bounds(chosen, remeasure, costmodel.FORMATS[weights], accepted_length, as_json)
+    except costmodel.CostModelError as error:
+        raise UsageError(str(error)) from error
+
+
+def _show_bounds(chosen: Deployment, remeasure: bool, bits: float, accepted_length: float, as_json: bool) -> None:
+    """Bounds of an autoregressive and of a speculative round; nothing is run but the machine's probe."""
     from specpilot.models import ensure_models
 
-    chosen, _ = load(deployment, set_)
     models = ensure_models(chosen, progress=lambda text: typer.echo(f"... {text}", err=True))
     hardware = costmodel.resolve_hardware(chosen.hardware, machine_file(), remeasure=remeasure)
-    drafter = models.drafter if models.drafter in ("ngram", "none") else Path(models.drafter)
-    rows = _block_size(models.drafter)
-    regime = costmodel.Regime(
+    drafter: Path | str = models.drafter if models.drafter in ("ngram", "none") else Path(models.drafter)
+    tables = {"ar": costmodel.analyse(None, models.target_dir, None, hardware, regime(chosen, hardware, 1, bits))}
+    rows = verified_rows(drafter)
+    if rows > 1:
+        speculative = regime(chosen, hardware, rows, bits, min(accepted_length, float(rows)))
+        tables["speculative"] = costmodel.analyse(None, models.target_dir, drafter, hardware, speculative)
+    if as_json:
+        typer.echo(json.dumps({"hardware": hardware.as_dict(), **{k: t.as_dict() for k, t in tables.items()}}))
+        return
+    console = Console()
+    sheet = costmodel.load_sheet("cpu-generic") if hardware.source == "measured" else None
+    console.print(costmodel.machine_table(hardware, sheet))
+    for note in hardware.notes:
+        console.print(f"[dim]{note}[/dim]")
+    for name, table in tables.items():
+        load_now = table.hardware["regime"]
+        title = (
+            f"{name} round of {chosen.name}: {load_now['requests']} request(s), {load_now['rows']} row(s), "
+            f"context {load_now['context_len']}, {bits:g} bits a weight"
+        )
+        console.print()
+        console.print(costmodel.rich_table(table, title=title))
+    console.print()
+    console.print(_formats(tables))
+
+
+def regime(
+    chosen: Deployment, hardware: costmodel.Hardware, rows: int, bits: float, accepted_length: float = 1.0
+) -> costmodel.Regime:
+    """The deployment's load in the middle of an answer. A CPU engine computes, and so caches, in float32."""
+    return costmodel.Regime(
         rows=rows,
         requests=chosen.regime.concurrency,
         context_len=chosen.regime.input_tokens + chosen.regime.output_tokens // 2,
-        accepted_length=min(accepted_length, float(rows)),
+        weight_bits=bits,
+        kv_bits=32.0 if hardware.kind == "cpu" else 16.0,
+        accepted_length=accepted_length,
     )
-    table = costmodel.analyse(None, models.target_dir, drafter, hardware, regime)
-    console = Console()
-    console.print(costmodel.machine_table(hardware))
-    console.print(costmodel.rich_table(table, title=f"bound of a decode round, {chosen.name}"))
 
 
-def _block_size(drafter: str) -> int:
-    """Rows that go to verification: the drafter's block, 8 for prompt look-up, 1 without speculation."""
+def verified_rows(drafter: Path | str) -> int:
+    """Rows that go to verification: the drafter's block, some for prompt look-up, 1 without speculation."""
     if drafter == "none":
         return 1
-    if drafter == "ngram":
-        return 8
-    config = json.loads((Path(drafter) / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("dflash_config", {}).get("block_size") or config.get("block_size", 16))
+    return NGRAM_ROWS if drafter == "ngram" else costmodel.drafter_shape(drafter).block_size
+
+
+def _formats(tables: dict[str, costmodel.GapTable]) -> Any:
+    """Bound of each round in each weight format: what a narrower format could buy on this machine."""
+    from rich.table import Table
+
+    grid = Table(
+        title="bound by weight format, ms a round", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
+    grid.add_column("format")
+    for name in tables:
+        grid.add_column(name, justify="right")
+    for form in costmodel.FORMATS:
+        grid.add_row(form, *(f"{table.hardware['bound_ms_by_format'][form]:.2f}" for table in tables.values()))
+    return grid
+
+
+def _show_run(folder: Path, as_json: bool) -> None:
+    """Every gap table that a run recorded, in order."""
+    journal = Journal.open(folder / JOURNAL_NAME)
+    try:
+        keys = [s.key for s in journal.steps() if s.finished and s.key.endswith(("/observe", "/gaps"))]
+        tables = {key: journal.result(key, GapTable) for key in keys}
+    finally:
+        journal.close()
+    if not tables:
+        raise SpecPilotError(
+            f"{folder.name} has profiled no engine yet", "wait for round 1 to begin, or resume the run."
+        )
+    if as_json:
+        typer.echo(json.dumps({key: table.model_dump(mode="json") for key, table in tables.items()}))
+        return
+    console = Console()
+    for key, table in tables.items():
+        values = table.model_dump()
+        own = costmodel.GapTable(**{**values, "rows": [costmodel.Gap(**row) for row in values["rows"]]})
+        console.print(costmodel.rich_table(own, title=f"{key} ({table.commit[:12]})"))
+        console.print()
