@@ -48,7 +48,9 @@ def check_rounds(generations: Sequence[Generation], block_size: int) -> Check:
             )
             return Check(name="accounting.rounds", passed=False, detail=detail)
     told = sum(g.rounds is not None for g in generations)
-    return Check(name="accounting.rounds", passed=True, detail=f"{told} of {len(generations)} answers state rounds, all possible")
+    return Check(
+        name="accounting.rounds", passed=True, detail=f"{told} of {len(generations)} answers state rounds, all possible"
+    )
 
 
 def check_committed(leg: Leg, block_size: int) -> Check:
@@ -64,9 +66,7 @@ def check_committed(leg: Leg, block_size: int) -> Check:
     counted = sum(len(g.output_ids) for g in leg.generations)
     answers = len(leg.generations)
     passed = counted - answers <= grown <= counted + block_size * answers
-    detail = (
-        f"{leg.side} at concurrency {leg.concurrency}: counter grew by {grown:.0f}, {counted} tokens counted in {answers} answers"
-    )
+    detail = f"{leg.side} at concurrency {leg.concurrency}: counter grew by {grown:.0f}, {counted} tokens counted in {answers} answers"
     return Check(name=name, passed=passed, detail=detail)
 
 
@@ -79,6 +79,8 @@ def check_first_chunk(generations: Sequence[Generation], block_size: int) -> Che
     limit = block_size + 1
     for g in generations:
         if g.first_chunk_tokens > limit:
-            detail = f"{g.prompt_id}: first chunk has {g.first_chunk_tokens} tokens, a round commits at most {block_size}"
+            detail = (
+                f"{g.prompt_id}: first chunk has {g.first_chunk_tokens} tokens, a round commits at most {block_size}"
+            )
             return Check(name="accounting.first-chunk", passed=False, detail=detail)
     return Check(name="accounting.first-chunk", passed=True, detail=f"no first chunk above {limit} tokens")

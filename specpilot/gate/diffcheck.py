@@ -26,7 +26,10 @@ SUSPICIOUS: tuple[tuple[str, str], ...] = (
     (r"os\.environ|getenv", "reads the environment"),
     (r"time\.(time|perf_counter|monotonic|sleep)\w*\s*(=[^=]|\()|from time import", "touches the clock"),
     (r"\b(eval|exec|compile|__import__)\(|importlib|sys\.modules|setattr\(", "changes code at run time"),
-    (r"return_logprob|logprob_start_len|top_logprobs|max_new_tokens\s*(==|<|>)|ignore_eos", "branches on how it is asked"),
+    (
+        r"return_logprob|logprob_start_len|top_logprobs|max_new_tokens\s*(==|<|>)|ignore_eos",
+        "branches on how it is asked",
+    ),
     (r"except( Exception| BaseException)?( as \w+)?:", "swallows errors broadly"),
     (r"\bpickle\b|\bmarshal\b|base64|zlib|torch\.load", "unpacks data"),
     (r"(open|Path)\(\s*[\"'](/|~)", "opens an absolute path"),
@@ -67,7 +70,9 @@ def check_diff(
     `editable`: `EngineSpec.editable`. Raises EvidenceError when git cannot read the two commits.
     """
     report = check_changes(read_changes(repository, base, commit), editable, policy or GatePolicy())
-    patch = _git(repository, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "-U0", base, commit)
+    patch = _git(
+        repository, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "-U0", base, commit
+    )
     return report.model_copy(update={"suspicions": suspicions(patch)})
 
 
@@ -144,5 +149,7 @@ def _git(repository: Path, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode != 0:
         words = done.stderr.decode(errors="replace").strip()
-        raise EvidenceError(f"git {arguments[0]} failed in {repository}: {words}", "is the commit in the run's repository?")
+        raise EvidenceError(
+            f"git {arguments[0]} failed in {repository}: {words}", "is the commit in the run's repository?"
+        )
     return done.stdout.decode(errors="replace")

@@ -35,7 +35,9 @@ def check_engaged(claim: Claim, legs: Sequence[Leg], share: float) -> Check:
             if not leg.counters.get(counter, 0.0) > 0.0:
                 missing = "did not grow" if counter in leg.counters else "does not exist"
                 return Check(
-                    name=name, passed=False, detail=f"counter '{counter}' {missing} in timed leg {index + 1} of {len(legs)}"
+                    name=name,
+                    passed=False,
+                    detail=f"counter '{counter}' {missing} in timed leg {index + 1} of {len(legs)}",
                 )
         grown = sum(leg.counters[counter] for leg in legs)
         rounds = sum(leg_rounds(leg) for leg in legs)
@@ -51,8 +53,12 @@ def check_no_fallback(claim: Claim, legs: Sequence[Leg]) -> Check:
     name = "engagement.fallback"
     for index, leg in enumerate(legs):
         for counter, grown in leg.counters.items():
-            if grown != 0.0 and (counter in claim.forbidden_counters or "fallback" in counter or "fell_back" in counter):
-                return Check(name=name, passed=False, detail=f"counter '{counter}' grew by {grown:.0f} in timed leg {index + 1}")
+            if grown != 0.0 and (
+                counter in claim.forbidden_counters or "fallback" in counter or "fell_back" in counter
+            ):
+                return Check(
+                    name=name, passed=False, detail=f"counter '{counter}' grew by {grown:.0f} in timed leg {index + 1}"
+                )
     unknown = [c for c in claim.forbidden_counters if legs and all(c not in leg.counters for leg in legs)]
     detail = "no fallback" + (f"; the engine has no counter {', '.join(unknown)}" if unknown else "")
     return Check(name=name, passed=True, detail=detail)

@@ -78,5 +78,7 @@ def check_natural_stops(generations: Sequence[Generation], limit: int, eos: Coll
             return Check(name="lengths.stop", passed=False, detail=f"{g.prompt_id}: {fault}")
     stopped = sum(g.finish_reason == "stop" for g in generations)
     return Check(
-        name="lengths.stop", passed=True, detail=f"{stopped} of {len(generations)} answers stopped by themselves, rules kept"
+        name="lengths.stop",
+        passed=True,
+        detail=f"{stopped} of {len(generations)} answers stopped by themselves, rules kept",
     )

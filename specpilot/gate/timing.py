@@ -7,6 +7,7 @@ here is that the times respect physics and that a decode gain was not paid for i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from specpilot.contracts import Check, Comparison, Generation, Leg
 from specpilot.gate.accounting import fewest_rounds
@@ -48,7 +49,11 @@ def check_possible(generations: Sequence[Generation], block_size: int, floor: Ti
                 f"{rounds} rounds need {least * 1e3:.2f} ms ({floor.source or 'cost model'})"
             )
             return Check(name=name, passed=False, detail=detail)
-    detail = "no floor given" if floor is None else f"{len(generations)} answers, closest to the floor: {closest:.2f} times it"
+    detail = (
+        "no floor given"
+        if floor is None
+        else f"{len(generations)} answers, closest to the floor: {closest:.2f} times it"
+    )
     return Check(name=name, passed=True, detail=detail)
 
 
@@ -60,6 +65,27 @@ def check_end_to_end(comparison: Comparison) -> Check:
         f"{comparison.end_to_end_ratio:.3f} [{comparison.end_to_end_low:.3f}, {comparison.end_to_end_high:.3f}]"
     )
     return Check(name="timing.end-to-end", passed=not lost, detail=detail)
+
+
+def check_first_token(base: Sequence[Leg], candidate: Sequence[Leg]) -> Check:
+    """Decode time was not moved to before the first token.
+
+    Medians over the prompts that both sides answered. Refused when decoding got faster by a tenth or more, the first token
+    comes later by over half of what decoding saved, and that is over half of the base's own time to the first token (less
+    is noise of a busy machine; a comparison weighs it in its end-to-end interval).
+    """
+    name = "timing.first-token"
+    before = {g.prompt_id: g for leg in base for g in leg.generations}
+    pairs = [(before[g.prompt_id], g) for leg in candidate for g in leg.generations if g.prompt_id in before]
+    if not pairs:
+        return Check(name=name, passed=True, detail="no prompt was answered by both sides")
+    first = median(b.first_s - b.submitted_s for b, _ in pairs)
+    decode = median(b.decode_s for b, _ in pairs)
+    saved = median(b.decode_s - c.decode_s for b, c in pairs)
+    later = median((c.first_s - c.submitted_s) - (b.first_s - b.submitted_s) for b, c in pairs)
+    moved = saved >= 0.1 * decode and later > 0.5 * saved and later > 0.5 * first
+    detail = f"per answer: decoding {decode:.3f} s, {saved:+.3f} s saved; first token after {first:.3f} s, {later:+.3f} s later"
+    return Check(name=name, passed=not moved, detail=detail)
 
 
 def check_startup(base_s: float, candidate_s: float, policy: GatePolicy) -> Check:

@@ -113,7 +113,9 @@ def identity_checks(e: Evidence) -> list[Judged]:
     if e.target_sha256 is not None:
         stated = (e.hidden.server_info.get("target") or {}).get("sha256")
         detail = f"engine states {stated}, deployment has {e.target_sha256}"
-        judged.append((Check(name="identity.weights", passed=stated == e.target_sha256, detail=detail), Reason.wrong_weights))
+        judged.append(
+            (Check(name="identity.weights", passed=stated == e.target_sha256, detail=detail), Reason.wrong_weights)
+        )
     return judged
 
 
@@ -131,7 +133,9 @@ def completeness_checks(e: Evidence) -> list[Judged]:
     for leg in e.hidden.legs:
         judged.append((lengths.check_fixed_length(leg.generations, e.hidden.requested_tokens), Reason.length_mismatch))
     if e.hidden.natural is not None:
-        check = lengths.check_natural_stops(e.hidden.natural.generations, e.hidden.natural_limit, e.hidden.eos_token_ids)
+        check = lengths.check_natural_stops(
+            e.hidden.natural.generations, e.hidden.natural_limit, e.hidden.eos_token_ids
+        )
         judged.append((check, Reason.stop_mismatch))
     return judged
 
@@ -155,12 +159,15 @@ def engagement_checks(e: Evidence) -> list[Judged]:
     return [
         (engagement.check_no_fallback(claim, [*e.legs, *e.hidden.legs]), Reason.fell_back),
         (engagement.check_engaged(claim, legs, e.policy.engagement_share), Reason.not_engaged),
-        (engagement.check_speculation(claim, e.base_legs, legs, e.policy.speculation_off_length), Reason.speculation_off),
+        (
+            engagement.check_speculation(claim, e.base_legs, legs, e.policy.speculation_off_length),
+            Reason.speculation_off,
+        ),
     ]
 
 
 def timing_checks(e: Evidence) -> list[Judged]:
-    """Possible times, no repeated prompt answered from store, no gain moved into prefill, start-up or queueing."""
+    """Possible times, no repeated prompt answered from store, no request held back."""
     judged: list[Judged] = [
         (timing.check_possible(e.fixed, e.hidden.block_size, e.floor, e.policy.time_slack), Reason.impossible_time)
     ]
@@ -168,7 +175,17 @@ def timing_checks(e: Evidence) -> list[Judged]:
         judged.append((check_replay(e.hidden.replay, e.policy), Reason.replayed_answers))
     for leg in [*e.legs, *e.hidden.legs]:
         if leg.concurrency > 1:
-            judged.append((timing.check_admission(leg, e.served_at_once, e.policy.overlap_share), Reason.accounting_mismatch))
+            judged.append(
+                (timing.check_admission(leg, e.served_at_once, e.policy.overlap_share), Reason.accounting_mismatch)
+            )
+    return judged
+
+
+def trade_checks(e: Evidence) -> list[Judged]:
+    """Gains that were moved into prefill or start-up. After forcing, because wrong tokens are the graver fault."""
+    judged: list[Judged] = []
+    if e.legs and e.base_legs:
+        judged.append((timing.check_first_token(e.base_legs, e.legs), Reason.accounting_mismatch))
     if e.comparison is not None:
         judged.append((timing.check_end_to_end(e.comparison), Reason.no_gain))
         base_s, own_s = e.comparison.base.startup_s, max(e.comparison.candidate.startup_s, e.hidden.startup_s)
@@ -202,6 +219,10 @@ def _force_all(
         checks.append(check)
         if not check.passed:
             return _rejected(checks, Reason.distribution_mismatch, f"{check.name}: {check.detail}", total)
+    for check, reason in trade_checks(e):
+        checks.append(check)
+        if not check.passed:
+            return _rejected(checks, reason, f"{check.name}: {check.detail}", total)
     return _verdict(checks, None, "all checks passed", total)
 
 

@@ -50,7 +50,12 @@ def leg(generations: list[Generation], side: str = "candidate", **changes: Any) 
         "concurrency": 1,
         "generations": generations,
         "wall_s": sum(g.last_s - g.submitted_s for g in generations),
-        "counters": {"rounds": rounds, "round_batches": rounds, "target_forwards": rounds, "committed_tokens": committed},
+        "counters": {
+            "rounds": rounds,
+            "round_batches": rounds,
+            "target_forwards": rounds,
+            "committed_tokens": committed,
+        },
     }
     return Leg(**(values | changes))
 

@@ -51,7 +51,10 @@ def test_committed_counter_near_the_count() -> None:
     good = leg([generation([1, 2, 3, 4])])
     assert accounting.check_committed(good, 8).passed
     for grown, passed in ((2, False), (3, True), (12, True), (13, False)):
-        assert accounting.check_committed(good.model_copy(update={"counters": {"committed_tokens": grown}}), 8).passed is passed
+        assert (
+            accounting.check_committed(good.model_copy(update={"counters": {"committed_tokens": grown}}), 8).passed
+            is passed
+        )
     assert accounting.check_committed(good.model_copy(update={"counters": {}}), 8).passed
 
 
@@ -186,7 +189,9 @@ def test_requests_in_flight() -> None:
     assert timing.in_flight(leg(in_turn, concurrency=4)) == pytest.approx(1.0)
     assert timing.check_admission(leg(together, concurrency=4), 4, 0.5).passed
     assert not timing.check_admission(leg(in_turn, concurrency=4), 4, 0.5).passed
-    assert timing.check_admission(leg(in_turn, concurrency=4), 1, 0.5).passed  # the engine serves one at a time by design
+    assert timing.check_admission(
+        leg(in_turn, concurrency=4), 1, 0.5
+    ).passed  # the engine serves one at a time by design
     assert timing.check_admission(leg(in_turn), 4, 0.5).passed
 
 

@@ -21,7 +21,13 @@ EPSILON = 0.125  # exact in binary
 
 def calibration(limit: float = 0.01) -> Calibration:
     return Calibration(
-        epsilon=EPSILON, near_tie_rate_limit=limit, positions=1000, near_ties=0, max_gap=0.0, gap_quantiles={}, method="by hand"
+        epsilon=EPSILON,
+        near_tie_rate_limit=limit,
+        positions=1000,
+        near_ties=0,
+        max_gap=0.0,
+        gap_quantiles={},
+        method="by hand",
     )
 
 
@@ -92,7 +98,10 @@ class Table:
 
     def score(self, ids: list[int], start: int, top: int = 2) -> Sequence[Any]:
         self.asked.append((ids, start))
-        return [position(t, 999, 5.0, i) if t in self.wrong else position(t, t, 0.0, i) for i, t in enumerate(ids[start:], start)]
+        return [
+            position(t, 999, 5.0, i) if t in self.wrong else position(t, t, 0.0, i)
+            for i, t in enumerate(ids[start:], start)
+        ]
 
 
 def test_force_sends_prompt_and_output_and_never_an_empty_answer() -> None:
