@@ -141,8 +141,9 @@ def compare(
     )
     with DeviceLease(device, f"comparing {candidate}") as lease:
         try:
-            base.freeze()
-            candidate.freeze()
+            for side, server in session.servers.items():
+                with session.blamed(side):
+                    server.freeze()
             session.warm_up(prompts)
             decode = _measure(session, prompts, settings, alpha, on_pair, began, max_seconds)
         finally:

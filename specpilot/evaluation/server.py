@@ -23,7 +23,7 @@ import psutil
 from specpilot import sandbox
 from specpilot.deployment import Deployment
 from specpilot.engine_tree import EngineSpec
-from specpilot.errors import EnvironmentProblem
+from specpilot.errors import EnvironmentProblem, InfrastructureError
 from specpilot.evaluation.client import EngineClient
 from specpilot.evaluation.errors import (
     EngineCrash,
@@ -146,9 +146,17 @@ class EngineServer:
         self.frozen = False
 
     def freeze(self) -> None:
-        """Stops the process by signal: no CPU time, no answers, memory kept."""
+        """Stops the process by signal: no CPU time, no answers, memory kept.
+
+        Raises LimitExceeded when something keeps continuing it.
+        """
         if not self.frozen:
-            self.child.freeze()
+            try:
+                self.child.freeze()
+            except InfrastructureError as error:
+                raise LimitExceeded(
+                    f"the {self} does not stay stopped: {error.message}", "something wakes it"
+                ) from error
             self.frozen = True
 
     def thaw(self) -> None:

@@ -1,0 +1,198 @@
+"""Comparisons of real processes with known delays: the known ratio is found, and only what is real is a gain."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from specpilot.contracts import Comparison, Generation, Leg, Reason
+from specpilot.deployment import Deployment, MeasurementSettings, Regime
+from specpilot.errors import UsageError
+from specpilot.evaluation.compare import PairEvent, compare, is_decided, seen_end_to_end
+from specpilot.evaluation.errors import CandidateFailed, EngineCrash
+from specpilot.evaluation.prompts import Prompt, PromptPool
+from specpilot.evaluation.stats import Interval
+
+REGIME = Regime(concurrency=1, output_tokens=19)
+SETTINGS = MeasurementSettings(max_pairs=8, min_pairs=4)
+FEW = MeasurementSettings(max_pairs=4, min_pairs=4)
+
+
+@pytest.fixture
+def stream(deployment: Deployment) -> Iterator[Prompt]:
+    return PromptPool(deployment, deployment.folder / "target", "secret").stream("tuning")
+
+
+def test_a_against_a_is_no_change(engine, stream) -> None:
+    found, legs = compare(engine(commit="aa"), engine(commit="aa"), stream, FEW, 0.02, regime=REGIME)
+    assert found.decision == "null" and found.low < 1 < found.high
+    assert found.ratio == pytest.approx(1.0, abs=0.15)
+    assert len(legs) == 2 * len(found.pairs)
+    assert found.base.accepted_length == found.candidate.accepted_length == 3.0
+
+
+def test_a_known_delay_gives_the_known_ratio_quickly(engine, stream) -> None:
+    # 24 ms against 12 ms per round: twice as fast, less what sleeping and sockets add to both
+    events: list[PairEvent] = []
+    base, candidate = engine(commit="aa", round_s=0.024), engine(commit="bb", round_s=0.012)
+    found, legs = compare(base, candidate, stream, SETTINGS, 0.02, regime=REGIME, on_pair=events.append)
+    assert found.decision == "gain"
+    assert 1.6 < found.ratio < 2.1 and 1.02 <= found.low < found.ratio < found.high
+    assert len(found.pairs) <= 6
+    assert found.end_to_end_ratio > 1.4 and found.machine["decode_saving_seen_end_to_end"] > 0.8
+    assert [event.pair for event in events] == list(range(1, len(found.pairs) + 1))
+    assert events[-1].ratio == found.pairs[-1] and events[-1].low == found.low
+    assert math.exp(sum(map(math.log, found.pairs)) / len(found.pairs)) == pytest.approx(found.ratio)
+    assert Comparison.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_slower_candidate_is_a_loss(engine, stream) -> None:
+    base, candidate = engine(commit="aa", round_s=0.012), engine(commit="bb", round_s=0.012, token_s=0.004)
+    found, _ = compare(base, candidate, stream, SETTINGS, 0.02, regime=REGIME)
+    # 12 ms + 3 tokens of 4 ms each: half the speed
+    assert found.decision == "loss" and 0.45 < found.ratio < 0.65 and found.high < 1
+    assert len(found.pairs) <= 6
+
+
+def test_pairs_are_abba_on_the_same_fresh_prompts(engine, stream) -> None:
+    _, legs = compare(engine(commit="aa"), engine(commit="bb"), stream, FEW, 0.02, regime=REGIME)
+    assert [leg.side for leg in legs] == ["base", "candidate"] * 4
+    assert [leg.commit for leg in legs] == ["aa", "bb"] * 4
+    starts = [leg.generations[0].submitted_s for leg in legs]
+    order = [legs[k].side[0] for k in sorted(range(8), key=lambda k: starts[k])]
+    assert "".join(order) == "bccbbccb"
+    asked = [tuple(leg.generations[0].prompt_ids) for leg in legs]
+    assert asked[0::2] == asked[1::2] and len(set(asked)) == 4
+    assert all(leg.counters["committed_tokens"] == 18 for leg in legs)
+
+
+def test_the_idle_side_is_frozen_while_the_other_is_timed(engine, stream) -> None:
+    # The base burns CPU whenever it may; while the candidate is timed it must not.
+    base, candidate = engine(commit="aa", idle_burn=True, round_s=0.03), engine(commit="bb", round_s=0.1)
+    settings = MeasurementSettings(max_pairs=2, min_pairs=2)
+    found, legs = compare(base, candidate, stream, settings, 0.02, regime=REGIME)
+    # Six rounds of 100 ms, twice: a base that burned through them would be seen (compare itself refuses it).
+    assert sum(leg.wall_s for leg in legs if leg.side == "candidate") > 1.2
+    assert len(found.pairs) == 2
+    assert {"foreign_cpu_share", "stolen_cpu_share", "warnings", "load_average_1m"} <= set(found.machine)
+    assert not base.frozen and not candidate.frozen and candidate.client.healthy()
+
+
+def test_a_candidate_that_wakes_itself_up_is_caught(engine, stream) -> None:
+    base, candidate = engine(commit="aa", round_s=0.03), engine(commit="bb", idle_burn=True)
+    over = threading.Event()
+
+    def wake() -> None:
+        while not over.is_set():
+            os.kill(candidate.child.pid, signal.SIGCONT)
+            time.sleep(0.001)
+
+    accomplice = threading.Thread(target=wake, daemon=True)
+    accomplice.start()
+    try:
+        with pytest.raises(CandidateFailed, match="worked while it was stopped|does not stay stopped") as caught:
+            compare(base, candidate, stream, FEW, 0.02, regime=REGIME)
+    finally:
+        over.set()
+        accomplice.join()
+    assert caught.value.reason is Reason.resource_limit
+
+
+def test_concurrency_above_one(engine, stream) -> None:
+    regime = Regime(concurrency=3, output_tokens=19)
+    settings = MeasurementSettings(max_pairs=3, min_pairs=3)
+    base, candidate = engine(commit="aa", round_s=0.032), engine(commit="bb", round_s=0.016)
+    found, legs = compare(base, candidate, stream, settings, 0.05, regime=regime)
+    assert 1.5 < found.ratio < 2.1
+    assert all(len(leg.generations) == 3 and leg.concurrency == 3 for leg in legs)
+    assert found.base.tokens == 57 * len(found.pairs)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"short_by": 3}, Reason.length_mismatch),
+        ({"one_chunk": True}, Reason.accounting_mismatch),
+        ({"extra_tokens": 3}, Reason.missing_responses),
+        ({"drop_after_requests": 2}, Reason.crashed),
+        ({"die_after_requests": 2}, Reason.crashed),
+        ({"hang_after_tokens": 14}, Reason.timed_out),
+    ],
+)
+def test_a_failing_candidate_is_blamed_with_its_reason(engine, stream, how: dict, reason: Reason) -> None:
+    candidate = engine(commit="bb", options={"request_timeout_s": 0.8}, **how)
+    base = engine(commit="aa")
+    with pytest.raises(CandidateFailed) as caught:
+        compare(base, candidate, stream, SETTINGS, 0.02, regime=REGIME)
+    assert caught.value.reason is reason
+    assert base.client.healthy()
+
+
+def test_a_failing_base_is_infrastructure_not_a_score(engine, stream) -> None:
+    with pytest.raises(EngineCrash):
+        compare(engine(commit="aa", die_after_requests=1), engine(commit="bb"), stream, SETTINGS, 0.02, regime=REGIME)
+
+
+def test_tokens_held_back_are_no_gain(engine, stream) -> None:
+    # Everything is decoded before the first token is sent; then tokens rush out: decode looks much faster.
+    base, candidate = engine(commit="aa", round_s=0.03), engine(commit="bb", round_s=0.03, hold_back=0.95)
+    found, _ = compare(base, candidate, stream, FEW, 0.02, regime=REGIME)
+    assert found.ratio > 2 and found.decision == "null"
+    assert any("before the first token" in words for words in found.machine["warnings"])
+
+
+def test_speculation_switched_off_is_visible(engine, stream) -> None:
+    base = engine(commit="aa")
+    candidate = engine(commit="bb", speculation_off=True)
+    settings = MeasurementSettings(max_pairs=2, min_pairs=2)
+    found, _ = compare(base, candidate, stream, settings, 0.02, regime=REGIME)
+    assert found.base.accepted_length == 3.0 and found.candidate.accepted_length == 1.0
+    assert found.base.target_forwards_per_token < 0.5 < 0.9 < found.candidate.target_forwards_per_token
+
+
+def test_the_time_budget_ends_it(engine, stream) -> None:
+    settings = MeasurementSettings(max_pairs=50, min_pairs=40)
+    found, _ = compare(engine(), engine(), stream, settings, 0.02, regime=REGIME, max_seconds=1.5, noise_sd=0.05)
+    assert 2 <= len(found.pairs) < 20 and found.seconds < 4
+    assert found.machine["noise_from"] == "A/A pairs" and found.detectable > 1.0
+
+
+def test_running_out_of_prompts_is_said_so(engine, stream) -> None:
+    few = iter([next(stream) for _ in range(3)])
+    with pytest.raises(UsageError, match="ran out of prompts"):
+        compare(engine(), engine(), few, SETTINGS, 0.02, regime=REGIME)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "decided"),
+    [
+        (0.03, 0.3, True),
+        (0.01, 0.3, False),
+        (-0.3, -0.05, True),
+        (-0.01, 0.01, True),
+        (-0.3, 0.01, True),
+        (-0.1, 0.1, False),
+        (-math.inf, math.inf, False),
+    ],
+)
+def test_when_more_pairs_would_change_nothing(low: float, high: float, decided: bool) -> None:
+    assert is_decided(Interval(mean=0.0, low=low, high=high, n=5), 1.02) is decided
+
+
+def test_saving_seen_end_to_end_by_hand() -> None:
+    def leg(first: float, last: float) -> list[Leg]:
+        answer = Generation(
+            prompt_id="p", prompt_ids=[1], output_ids=[1, 2], submitted_s=0.0, first_s=first, last_s=last,
+            first_chunk_tokens=1, claimed_tokens=2, finish_reason="length",
+        )  # fmt: skip
+        return [Leg(side="x", commit="", variant="", concurrency=1, generations=[answer], wall_s=last, counters={})]
+
+    assert seen_end_to_end(leg(1, 11), leg(1, 6)) == pytest.approx(1.0)
+    assert seen_end_to_end(leg(1, 11), leg(6, 11)) == pytest.approx(0.0)
+    assert seen_end_to_end(leg(1, 11), leg(1, 12)) is None

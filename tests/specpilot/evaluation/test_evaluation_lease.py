@@ -1,0 +1,128 @@
+"""One holder per device, across threads and processes; and what others use is seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from specpilot.errors import EnvironmentProblem, InfrastructureError
+from specpilot.evaluation.lease import CpuUse, CpuWatch, DeviceLease
+from specpilot.evaluation.physics import is_impossible
+
+HOLD = """
+import sys, time
+from specpilot.evaluation.lease import DeviceLease
+with DeviceLease("cpu", "holding"):
+    print("held", flush=True)
+    time.sleep(30)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECPILOT_LEASE_DIR", str(tmp_path / "leases"))
+    return tmp_path / "leases"
+
+
+def test_another_process_waits_and_a_killed_holder_lets_go() -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."}
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(InfrastructureError, match=f"pid {holder.pid} holding"), DeviceLease("cpu", timeout_s=0.2):
+            pass
+        with DeviceLease("gpu-0", timeout_s=0.2):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with DeviceLease("cpu", timeout_s=5):
+        pass
+
+
+def test_reentrant_in_a_thread_exclusive_between_threads() -> None:
+    order: list[str] = []
+
+    def other() -> None:
+        with DeviceLease("cpu") as lease:
+            order.append("other")
+            assert lease.waited_s > 0.05
+
+    with DeviceLease("cpu"), DeviceLease("cpu", "again"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        time.sleep(0.15)
+        order.append("first")
+    thread.join(5)
+    assert order == ["first", "other"]
+
+
+def test_a_planted_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir()
+    (tmp_path / "victim").write_text("precious")
+    (folder / "cpu.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(EnvironmentProblem, match="device lock"), DeviceLease("cpu"):
+        pass
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize("device", ["../x", "", "a/b"])
+def test_odd_device_names_are_refused(device: str) -> None:
+    with pytest.raises(ValueError):
+        DeviceLease(device)
+
+
+def test_foreign_share_by_hand() -> None:
+    use = CpuUse(wall_s=2.0, busy_s=3.0, stolen_s=0.0, own_s=0.5, engine_s=1.5, cores=2)
+    assert use.foreign_share == pytest.approx(0.25)
+    assert CpuUse(1.0, 0.1, 0.0, 0.5, 0.5, 2).foreign_share == 0.0
+    watch = CpuWatch()
+    watch.uses = [use, CpuUse(2.0, 2.0, 1.0, 0.5, 1.5, 2)]
+    found = watch.summary()
+    assert found["foreign_cpu_share"] == 0.125 and found["foreign_cpu_share_worst_leg"] == 0.25
+    assert found["stolen_cpu_share"] == 0.125 and len(found["warnings"]) == 2
+    with pytest.raises(RuntimeError):
+        watch.stop(0.0)
+
+
+def test_a_cpu_hog_is_reported() -> None:
+    hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.1)
+        watch = CpuWatch()
+        watch.start(0.0)
+        time.sleep(0.5)
+        use = watch.stop(0.0)
+    finally:
+        hog.kill()
+        hog.wait()
+    assert use.foreign_share > 0.5 / use.cores and watch.summary()["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "answer"),
+    [
+        (99.0, False),
+        (104.9, False),
+        (105.1, True),
+        (0.0, True),
+        (-1.0, True),
+        (float("inf"), True),
+        (float("nan"), True),
+    ],
+)
+def test_impossible_rates(rate: float, answer: bool) -> None:
+    assert is_impossible(rate, 100.0) is answer
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+def test_an_unknown_bound_is_an_error_not_a_pass(bound: float) -> None:
+    with pytest.raises(ValueError):
+        is_impossible(50.0, bound)
