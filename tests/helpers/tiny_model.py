@@ -120,7 +120,9 @@ def make_tiny_drafter(
     return folder
 
 
-def _layer(random: torch.Generator, prefix: str, config: dict[str, Any], qk_norm: bool, scale: float) -> dict[str, torch.Tensor]:
+def _layer(
+    random: torch.Generator, prefix: str, config: dict[str, Any], qk_norm: bool, scale: float
+) -> dict[str, torch.Tensor]:
     h, i, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
     tensors = {
@@ -163,4 +165,7 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": CHAT_TEMPLATE})
+    _write_json(
+        folder / "tokenizer_config.json",
+        {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": CHAT_TEMPLATE},
+    )

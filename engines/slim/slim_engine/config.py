@@ -97,7 +97,9 @@ def drafter_config(folder: Path, target: TargetConfig) -> DrafterConfig:
     raw = read_config(folder)
     architecture = (raw.get("architectures") or ["?"])[0]
     if architecture not in DRAFTERS:
-        raise CheckpointError(f"{folder}: drafter architecture {architecture} is not served; known: {', '.join(DRAFTERS)}")
+        raise CheckpointError(
+            f"{folder}: drafter architecture {architecture} is not served; known: {', '.join(DRAFTERS)}"
+        )
     nested = raw.get("dflash_config") or {}
 
     def key(name: str, default: Any = None) -> Any:
@@ -107,7 +109,11 @@ def drafter_config(folder: Path, target: TargetConfig) -> DrafterConfig:
     common = _common(folder, raw, True)
     layers = common["num_layers"]
     depth = key("num_target_layers", target.num_layers)
-    if common["hidden_size"] != target.hidden_size or common["vocab_size"] != target.vocab_size or depth != target.num_layers:
+    if (
+        common["hidden_size"] != target.hidden_size
+        or common["vocab_size"] != target.vocab_size
+        or depth != target.num_layers
+    ):
         raise CheckpointError(
             f"{folder}: drafter is for hidden_size {common['hidden_size']}, vocab_size {common['vocab_size']}, {depth} layers; "
             f"the target has {target.hidden_size}, {target.vocab_size}, {target.num_layers}"

@@ -41,7 +41,14 @@ class DFlashDrafter:
     method = "dflash"
 
     def __init__(
-        self, folder: Path, config: DrafterConfig, target: TargetModel, head: DraftHead, compute: Compute, pack_rows: int, max_len: int
+        self,
+        folder: Path,
+        config: DrafterConfig,
+        target: TargetModel,
+        head: DraftHead,
+        compute: Compute,
+        pack_rows: int,
+        max_len: int,
     ) -> None:
         self.config = config
         self.max_drafts = config.block_size - 1
@@ -55,12 +62,16 @@ class DFlashDrafter:
         self.hidden_norm = weights.vector("hidden_norm.weight", h)
         self.norm = weights.vector("norm.weight", h)
         kv = [
-            weights.matrix(f"layers.{i}.self_attn.{p}_proj.weight", kv_heads * d, h) for i in range(config.num_layers) for p in ("k", "v")
+            weights.matrix(f"layers.{i}.self_attn.{p}_proj.weight", kv_heads * d, h)
+            for i in range(config.num_layers)
+            for p in ("k", "v")
         ]
         self.context_kv = make_linear(torch.cat(kv), "draft.context_kv", compute, pack_rows)
         k_norms = [weights.vector(f"layers.{i}.self_attn.k_norm.weight", d) for i in range(config.num_layers)]
         self.context_k_norm = torch.stack(k_norms).unsqueeze(1)  # [layers, 1, D]
-        self.layers = [load_layer(weights, f"layers.{i}.", config, compute, pack_rows) for i in range(config.num_layers)]
+        self.layers = [
+            load_layer(weights, f"layers.{i}.", config, compute, pack_rows) for i in range(config.num_layers)
+        ]
         length = max_len + config.block_size
         self.cos, self.sin = (t.unsqueeze(1) for t in ops.rope_table(config.rope, d, length))
         self._pool = KVPool(config.num_layers, kv_heads, d, length)
@@ -90,7 +101,11 @@ class DFlashDrafter:
         context = ops.rms_norm(projected, self.hidden_norm, config.rms_norm_eps)
         mark("draft.kv")
         counts = [sum(len(t) for t in s.pending) for s in states]
-        kv = self.context_kv(context).float().view(len(context), config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        kv = (
+            self.context_kv(context)
+            .float()
+            .view(len(context), config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        )
         k = ops.rms_norm(kv[:, :, 0], self.context_k_norm, config.rms_norm_eps)
         cos, sin = self._rows([(s.cache.length, s.cache.length + n) for s, n in zip(states, counts, strict=True)])
         k = ops.apply_rope(k, cos.unsqueeze(1), sin.unsqueeze(1))
@@ -123,7 +138,9 @@ class DFlashDrafter:
             flat = iter(self._head.tokens(together))
             return [Proposal([next(flat) for _ in range(len(part))]) for part in rows]
         out = []
-        for request, logits in zip(requests, self._head.logits(together).split([len(part) for part in rows]), strict=True):
+        for request, logits in zip(
+            requests, self._head.logits(together).split([len(part) for part in rows]), strict=True
+        ):
             if request.params.greedy:
                 out.append(Proposal(logits.argmax(-1).tolist()))
             else:
@@ -135,7 +152,9 @@ class DFlashDrafter:
         """Final-normed hidden states [sum(sizes), H] of one block per request. The block's own keys and values are left as scratch."""
         mark("draft.norm")
         config = self.config
-        ids = [t for r, n in zip(requests, sizes, strict=True) for t in [r.last_token] + [config.mask_token_id] * (n - 1)]
+        ids = [
+            t for r, n in zip(requests, sizes, strict=True) for t in [r.last_token] + [config.mask_token_id] * (n - 1)
+        ]
         x = self._target.embed(ids)
         if config.input_embedding_scale != 1.0:
             x = x * config.input_embedding_scale

@@ -33,7 +33,12 @@ class Identity:
         self._loaded = loaded
         self._digest = tree_digest()
         self._variant = variant
-        self._drafter: dict[str, Any] = {"method": options.method, "path": None, "sha256": loaded.drafter_sha256, "block_size": None}
+        self._drafter: dict[str, Any] = {
+            "method": options.method,
+            "path": None,
+            "sha256": loaded.drafter_sha256,
+            "block_size": None,
+        }
         if drafter is not None:
             self._drafter["block_size"] = drafter.max_drafts + 1
             self._drafter["path"] = options.drafter if options.method == "dflash" else None

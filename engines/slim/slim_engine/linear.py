@@ -71,5 +71,7 @@ def make_linear(weight: torch.Tensor, name: str, compute: Compute, pack_rows: in
     """
     if weight.dtype != torch.bfloat16:
         raise TypeError(f"{name}: make_linear takes BF16 weights, got {weight.dtype}")
-    wide: Linear = PackedLinear(weight, name, pack_rows) if torch.backends.mkldnn.is_available() else PlainLinear(weight, name)
+    wide: Linear = (
+        PackedLinear(weight, name, pack_rows) if torch.backends.mkldnn.is_available() else PlainLinear(weight, name)
+    )
     return Bfloat16Linear(weight, wide) if compute == "bfloat16" else wide

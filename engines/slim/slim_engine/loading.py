@@ -63,11 +63,18 @@ def load(options: EngineOptions, tunables: Tunables | None = None) -> Loaded:
     head = TargetHead(target.head_weight, options.compute, pack)
     drafter, drafter_sha = _drafter(options, tunables, config, target, head, max_len)
     policy = Policy(drafter.max_drafts if drafter else 0, tunables["verify_drafts"])
-    return Loaded(Models(target, head, drafter, policy), config, options, tunables, digest(folder), drafter_sha, max_len)
+    return Loaded(
+        Models(target, head, drafter, policy), config, options, tunables, digest(folder), drafter_sha, max_len
+    )
 
 
 def _drafter(
-    options: EngineOptions, tunables: Tunables, config: TargetConfig, target: TargetModel, head: TargetHead, max_len: int
+    options: EngineOptions,
+    tunables: Tunables,
+    config: TargetConfig,
+    target: TargetModel,
+    head: TargetHead,
+    max_len: int,
 ) -> tuple[Drafter | None, str | None]:
     if options.method == "none":
         return None, None

@@ -80,7 +80,9 @@ def _build(paths: Sequence[Path], command: Sequence[str], library: Path) -> None
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     try:
-        done = subprocess.run([*command, *map(str, paths), "-o", temporary], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, *map(str, paths), "-o", temporary], capture_output=True, text=True, check=False
+        )
         if done.returncode != 0:
             raise NativeBuildError(f"{command[0]} failed on {', '.join(p.name for p in paths)}:\n{done.stderr[-4000:]}")
         os.replace(temporary, library)  # atomic: two processes may build the same library at once

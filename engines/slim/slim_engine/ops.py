@@ -38,14 +38,21 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool = False) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool = False
+) -> torch.Tensor:
     """Grouped-query attention of one request.
 
     q [n, heads, D]; k, v [kv_heads, L, D]; mask [n, L] float32 added to the scores (0 or -inf), None: all visible; causal: n == L, lower
     triangle. Softmax scale 1/sqrt(D). Returns [n, heads * D] float32.
     """
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[0]
+        q.transpose(0, 1).unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=q.shape[1] != k.shape[0],
     )
     return out[0].transpose(0, 1).reshape(q.shape[0], -1)
 

@@ -11,7 +11,14 @@ from slim_engine.errors import RequestError
 from slim_engine.request import LogprobOptions, Request, TokenLogprob
 from slim_engine.sampling import SamplingParams
 
-_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_new_tokens": 0, "n": 1}
+_NEUTRAL = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "min_new_tokens": 0,
+    "n": 1,
+}
 
 
 class NativeSampling(BaseModel):

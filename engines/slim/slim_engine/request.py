@@ -79,7 +79,9 @@ class Request:
         """The request's own random numbers, so that neighbours do not change its draws."""
         if self._generator is None:
             self._generator = torch.Generator()
-            self._generator.manual_seed(int.from_bytes(os.urandom(7), "little") if self.params.seed is None else self.params.seed)
+            self._generator.manual_seed(
+                int.from_bytes(os.urandom(7), "little") if self.params.seed is None else self.params.seed
+            )
         return self._generator
 
     def commit(self, tokens: list[int]) -> list[int]:

@@ -77,7 +77,10 @@ def token_logprobs(logits: torch.Tensor | None, start: int, tokens: Sequence[int
     if top == 0:
         return [TokenLogprob(t, v) for t, v in zip(tokens, own, strict=True)]
     values, ids = logp.topk(min(top, logp.shape[1]))
-    ranked = [sorted(zip(v, i, strict=True), key=lambda e: (-e[0], e[1])) for v, i in zip(values.tolist(), ids.tolist(), strict=True)]
+    ranked = [
+        sorted(zip(v, i, strict=True), key=lambda e: (-e[0], e[1]))
+        for v, i in zip(values.tolist(), ids.tolist(), strict=True)
+    ]
     return [TokenLogprob(t, v, tuple(r)) for t, v, r in zip(tokens, own, ranked, strict=True)]
 
 
@@ -116,7 +119,14 @@ def _accept(
     return runs, logits
 
 
-def _count(requests: Sequence[Request], proposals: Sequence[Proposal], chunks: Sequence[Chunk], started: int, rows: int, context: int) -> None:
+def _count(
+    requests: Sequence[Request],
+    proposals: Sequence[Proposal],
+    chunks: Sequence[Chunk],
+    started: int,
+    rows: int,
+    context: int,
+) -> None:
     committed = sum(len(c.token_ids) for c in chunks)
     COUNTERS.add("rounds", len(requests))
     COUNTERS.add("round_batches")

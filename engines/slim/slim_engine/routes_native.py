@@ -52,7 +52,9 @@ def native_routes(service: Service) -> APIRouter:
             meta: dict[str, Any] = {"id": generation.request.id, "finish_reason": None, "completion_tokens": done}
             if last:
                 meta = native_answer(generation.request, generation.output_logprobs, body, token_text)
-            yield sse({"text": generation.text.push(chunk.token_ids, last), "output_ids": chunk.token_ids, "meta_info": meta})
+            yield sse(
+                {"text": generation.text.push(chunk.token_ids, last), "output_ids": chunk.token_ids, "meta_info": meta}
+            )
         yield "data: [DONE]\n\n"
 
     @router.get("/health")

@@ -25,7 +25,13 @@ def openai_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {"id": service.model_name, "object": "model", "created": 0, "owned_by": "slim", "max_model_len": service.loaded.max_len}
+        card = {
+            "id": service.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "slim",
+            "max_model_len": service.loaded.max_len,
+        }
         return {"object": "list", "data": [card]}
 
     @router.post("/v1/completions", response_model=None)
@@ -53,7 +59,12 @@ def openai_routes(service: Service) -> APIRouter:
 
         def whole(text: str, scored: Sequence[TokenLogprob], finish: str | None) -> dict[str, Any]:
             shown = None if logprobs is None else _chat_logprobs(scored, service)
-            return {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": shown, "finish_reason": finish}
+            return {
+                "index": 0,
+                "message": {"role": "assistant", "content": text},
+                "logprobs": shown,
+                "finish_reason": finish,
+            }
 
         first = True
 
@@ -83,13 +94,17 @@ async def _answer(
     frame: dict[str, Any] = {"id": generation.request.id, "created": int(time.time()), "model": service.model_name}
     if body.stream:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(_stream(generation, {**frame, "object": chunk_kind}, delta, include_usage), media_type="text/event-stream")
+        return StreamingResponse(
+            _stream(generation, {**frame, "object": chunk_kind}, delta, include_usage), media_type="text/event-stream"
+        )
     text = await generation.wait(http)
     choice = whole(text, generation.output_logprobs, openai_finish(generation.request.finish))
     return JSONResponse({**frame, "object": kind, "choices": [choice], "usage": usage(generation.request)})
 
 
-async def _stream(generation: Generation, frame: dict[str, Any], delta: Choice, include_usage: bool) -> AsyncIterator[str]:
+async def _stream(
+    generation: Generation, frame: dict[str, Any], delta: Choice, include_usage: bool
+) -> AsyncIterator[str]:
     async for chunk in generation.chunks():
         if chunk.finish is not None and chunk.finish["type"] == "abort":
             yield sse({"error": {"message": chunk.finish["message"], "type": "server_error", "code": 500}})
@@ -122,13 +137,22 @@ def _completion_logprobs(scored: Sequence[TokenLogprob], service: Service) -> di
         offsets.append(at)
         at += len(token)
     top = [{_token(t, service): v for v, t in e.top} for e in scored]
-    return {"tokens": tokens, "token_logprobs": [e.logprob for e in scored], "top_logprobs": top, "text_offset": offsets}
+    return {
+        "tokens": tokens,
+        "token_logprobs": [e.logprob for e in scored],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
 
 
 def _chat_logprobs(scored: Sequence[TokenLogprob], service: Service) -> dict[str, Any]:
     return {
         "content": [
-            {**_entry(e.token_id, e.logprob, service), "top_logprobs": [_entry(token, value, service) for value, token in e.top]} for e in scored
+            {
+                **_entry(e.token_id, e.logprob, service),
+                "top_logprobs": [_entry(token, value, service) for value, token in e.top],
+            }
+            for e in scored
         ]
     }
 

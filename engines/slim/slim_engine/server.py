@@ -36,19 +36,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         listener = _bind(args.host, args.port)
     except OSError as error:
-        print(f"slim: cannot listen on {args.host}:{args.port}: {error.strerror or error}; choose another --port", file=sys.stderr)
+        print(
+            f"slim: cannot listen on {args.host}:{args.port}: {error.strerror or error}; choose another --port",
+            file=sys.stderr,
+        )
         return 3
-    options = EngineOptions(args.target, args.drafter, args.compute, not args.no_speculation, args.max_len, args.max_requests)
+    options = EngineOptions(
+        args.target, args.drafter, args.compute, not args.no_speculation, args.max_len, args.max_requests
+    )
     thread = EngineThread(lambda: Scheduler(load(options)), args.threads)
     try:
         scheduler = thread.start()
         service = Service(
-            thread, scheduler.loaded, TextCodec(options.target), Identity(scheduler.loaded, args.variant), args.name or options.target.name
+            thread,
+            scheduler.loaded,
+            TextCodec(options.target),
+            Identity(scheduler.loaded, args.variant),
+            args.name or options.target.name,
         )
     except SlimError as error:
         print(f"slim: {error}", file=sys.stderr)
         return 2
-    print(f"slim: {service.model_name} ({options.method}) on http://{args.host}:{listener.getsockname()[1]}", flush=True)
+    print(
+        f"slim: {service.model_name} ({options.method}) on http://{args.host}:{listener.getsockname()[1]}", flush=True
+    )
     try:
         asyncio.run(_serve(build_app(service), listener))
     finally:
@@ -87,7 +98,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _serve(app: FastAPI, listener: socket.socket) -> None:
-    server = _Uvicorn(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off"))
+    server = _Uvicorn(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off")
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
@@ -108,22 +121,32 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _error(status: int, message: str, kind: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status_code=status)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status_code=status
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m slim_engine.server", description="Serve a target with a block drafter on the CPU.")
+    parser = argparse.ArgumentParser(
+        prog="python -m slim_engine.server", description="Serve a target with a block drafter on the CPU."
+    )
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder of the target")
     parser.add_argument("--drafter", default="none", help="checkpoint folder of a DFlash drafter, `ngram` or `none`")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--no-speculation", action="store_true", help="decode autoregressively; the drafter is not loaded")
-    parser.add_argument("--compute", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the weight products")
+    parser.add_argument(
+        "--no-speculation", action="store_true", help="decode autoregressively; the drafter is not loaded"
+    )
+    parser.add_argument(
+        "--compute", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the weight products"
+    )
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's own choice)")
     parser.add_argument("--max-requests", type=int, default=8, help="requests decoded at once; more wait")
     parser.add_argument("--max-len", type=int, default=2048, help="prompt plus new tokens of one request")
     parser.add_argument("--variant", default="unnamed", help="name shown in /server_info")
-    parser.add_argument("--name", default=None, help="model name of the OpenAI endpoints (default: the target folder's name)")
+    parser.add_argument(
+        "--name", default=None, help="model name of the OpenAI endpoints (default: the target folder's name)"
+    )
     return parser
 
 

@@ -66,14 +66,22 @@ class Generation:
 class Service:
     """What the routes share."""
 
-    def __init__(self, thread: EngineThread, loaded: Loaded, codec: TextCodec, identity: Identity, model_name: str) -> None:
+    def __init__(
+        self, thread: EngineThread, loaded: Loaded, codec: TextCodec, identity: Identity, model_name: str
+    ) -> None:
         self.thread = thread
         self.loaded = loaded
         self.codec = codec
         self.identity = identity
         self.model_name = model_name
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, logprobs: LogprobOptions | None = None, rid: str | None = None) -> Generation:
+    def submit(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        logprobs: LogprobOptions | None = None,
+        rid: str | None = None,
+    ) -> Generation:
         """Checks and starts a request. Raises RequestError."""
         check_prompt(prompt_ids, params, self.loaded.config.vocab_size, self.loaded.max_len)
         if logprobs is not None and logprobs.start is not None and logprobs.start > len(prompt_ids):

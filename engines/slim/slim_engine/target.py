@@ -44,8 +44,14 @@ class TargetModel:
         self.config = config
         weights = Weights(folder)
         self.embedding = weights.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.head_weight = self.embedding if config.tied_head else weights.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
-        self.layers = [load_layer(weights, f"model.layers.{i}.", config, compute, pack_rows) for i in range(config.num_layers)]
+        self.head_weight = (
+            self.embedding
+            if config.tied_head
+            else weights.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
+        )
+        self.layers = [
+            load_layer(weights, f"model.layers.{i}.", config, compute, pack_rows) for i in range(config.num_layers)
+        ]
         self.norm = weights.vector("model.norm.weight", config.hidden_size)
         self.cos, self.sin = (t.unsqueeze(1) for t in ops.rope_table(config.rope, config.head_dim, max_len))
         self.pool = KVPool(config.num_layers, config.num_kv_heads, config.head_dim, max_len)
@@ -54,7 +60,9 @@ class TargetModel:
         """[M, H] float32 embedding rows."""
         return self.embedding[torch.tensor(token_ids)].float()
 
-    def forward(self, segments: Sequence[Segment], tap_ids: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, segments: Sequence[Segment], tap_ids: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the segments' rows, concatenated in order (M in all).
 
         Returns the hidden states after the final norm [M, H] and the residual stream after the layers `tap_ids` side by side [M, T*H]
@@ -156,6 +164,8 @@ def load_layer(weights: Weights, prefix: str, config: ModelConfig, compute: Comp
         qk_norm=qk_norm,
         o=linear("o", weights.matrix(a + "o_proj.weight", h, q)),
         post_norm=weights.vector(prefix + "post_attention_layernorm.weight", h),
-        gate_up=linear("gate_up", weights.matrix(m + "gate_proj.weight", i, h), weights.matrix(m + "up_proj.weight", i, h)),
+        gate_up=linear(
+            "gate_up", weights.matrix(m + "gate_proj.weight", i, h), weights.matrix(m + "up_proj.weight", i, h)
+        ),
         down=linear("down", weights.matrix(m + "down_proj.weight", h, i)),
     )

@@ -42,7 +42,9 @@ class TextCodec:
         if self._template is None:
             raise RequestError("this model has no chat template: use /v1/completions or /generate")
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._special_tokens())
+            text = self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, **self._special_tokens()
+            )
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused these messages: {error}") from error
         return self.encode(text, special=False)
@@ -54,7 +56,9 @@ class TextCodec:
             source = next((t["template"] for t in source if t["name"] == "default"), None)
         if source is None:
             return None
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = _raise
         return environment.from_string(source)

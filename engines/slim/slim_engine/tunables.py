@@ -28,7 +28,9 @@ def load_tunables(tree: Path = TREE) -> Tunables:
         raise TunableError(f"{path} is not valid TOML: {error}") from error
     unknown = sorted(set(given) - set(declared))
     if unknown:
-        raise TunableError(f"{path}: {', '.join(unknown)} not declared in engine.toml (declared: {', '.join(sorted(declared))})")
+        raise TunableError(
+            f"{path}: {', '.join(unknown)} not declared in engine.toml (declared: {', '.join(sorted(declared))})"
+        )
     values = Tunables()
     for name, rule in declared.items():
         value = given.get(name, rule["default"])

@@ -1,0 +1,84 @@
+"""Runs requests through the real scheduler, in this thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from slim_engine.drafting import Proposal
+from slim_engine.loading import EngineOptions, Loaded, load
+from slim_engine.request import Chunk, LogprobOptions, Request
+from slim_engine.sampling import SamplingParams
+from slim_engine.scheduler import Scheduler
+from slim_engine.text import Detokenizer, TextCodec
+from slim_engine.tunables import load_tunables
+
+
+def engine(
+    target: Path, drafter: Path | str = "none", compute: Any = "float32", max_requests: int = 8, **tunables: Any
+) -> Loaded:
+    """A loaded engine with some tunables changed."""
+    values = load_tunables()
+    values.update(tunables)
+    return load(EngineOptions(target, str(drafter), compute, max_requests=max_requests), values)
+
+
+def run(
+    loaded: Loaded,
+    prompts: Sequence[Sequence[int]],
+    logprobs: LogprobOptions | None = None,
+    chunks: list[Chunk] | None = None,
+    seeds: Sequence[int] | None = None,
+    **params: Any,
+) -> list[Request]:
+    """Decodes all prompts together and returns the finished requests."""
+    requests = []
+    sink = (lambda c: None) if chunks is None else chunks.append
+    with torch.inference_mode():
+        scheduler = Scheduler(loaded)
+        for i, prompt in enumerate(prompts):
+            sampling = SamplingParams(**params, **({} if seeds is None else {"seed": seeds[i]}))
+            detokenizer = Detokenizer(TextCodec(loaded.options.target)) if sampling.stop else None
+            requests.append(
+                Request(str(i), list(prompt), sampling, loaded.config.eos_token_ids, sink, logprobs, detokenizer)
+            )
+            scheduler.add(requests[-1])
+        while scheduler.busy:
+            scheduler.step()
+    return requests
+
+
+class PlannedDrafter:
+    """Knows each request's true continuation and spoils chosen slots: round r of a request has its first `plan[r]` drafts right."""
+
+    method = "planned"
+    tap_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self, truth: dict[tuple[int, ...], list[int]], plan: Sequence[int], max_drafts: int, vocab: int
+    ) -> None:
+        self.truth, self.plan, self.max_drafts, self.vocab = truth, list(plan), max_drafts, vocab
+
+    def start(self, request: Request) -> None:
+        request.draft_state = 0
+
+    def observe(self, request: Request, taps: Any) -> None:
+        pass
+
+    def absorb(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def finish(self, request: Request) -> None:
+        pass
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
+        out = []
+        for request, count in zip(requests, counts, strict=True):
+            done = len(request.output_ids)
+            future = self.truth[tuple(request.prompt_ids)][done : done + count]
+            right = self.plan[request.draft_state % len(self.plan)]
+            request.draft_state += 1
+            out.append(Proposal([t if i < right else (t + 1) % self.vocab for i, t in enumerate(future)]))
+        return out
