@@ -1,0 +1,351 @@
+"""Untrusted processes: nothing survives, nothing leaks, everything is bounded. Real processes, no mocks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specpilot import sandbox
+from specpilot.errors import EnvironmentProblem, UsageError
+from specpilot.sandbox import MIB, Limits, kill_leftovers, run_bounded, scrub_environment, spawn
+
+ENV = scrub_environment({})
+QUICK = Limits(grace_s=0.3)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+FAMILY = """
+    import os, subprocess, sys, time
+    sleeper = [sys.executable, "-c", "import time; time.sleep(120)"]
+    child = subprocess.Popen(sleeper)
+    own_session = subprocess.Popen(sleeper, start_new_session=True)
+    if os.fork() == 0:               # daemon: twice forked, own session, parent gone
+        os.setsid()
+        pid = os.fork()
+        if pid:
+            os._exit(0)
+        print("daemon", os.getpid(), flush=True)
+        time.sleep(120)
+    print("child", child.pid, flush=True)
+    print("session", own_session.pid, flush=True)
+    {then}
+"""
+
+
+def pids_in(log: Path, count: int = 3) -> list[int]:
+    assert eventually(lambda: len(log.read_text().split()) >= 2 * count if log.exists() else False)
+    return [int(word) for word in log.read_text().split() if word.isdigit()]
+
+
+def test_output_and_exit_status(tmp_path: Path) -> None:
+    done = run_bounded(
+        python("import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(7)"),
+        cwd=tmp_path,
+        env=ENV,
+        timeout_s=20,
+    )
+    assert done.returncode == 7 and done.killed_for is None
+    assert done.tail.splitlines() == ["out", "err"]
+    done = run_bounded(python("import os; os.kill(os.getpid(), 11)"), cwd=tmp_path, env=ENV, timeout_s=20)
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_standard_input_is_empty(tmp_path: Path) -> None:
+    done = run_bounded(python("import sys; print(repr(sys.stdin.read()))"), cwd=tmp_path, env=ENV, timeout_s=20)
+    assert done.tail == "''\n"
+
+
+def test_deadline_counts_from_spawn_and_ends_the_whole_tree(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    started = time.monotonic()
+    child = spawn(
+        python(FAMILY.format(then="time.sleep(120)")),
+        cwd=tmp_path,
+        env=ENV,
+        log_path=log,
+        limits=Limits(deadline_s=2.0, grace_s=0.3),
+    )
+    pids = pids_in(log)
+    assert not any(gone(pid) for pid in [child.pid, *pids])
+    time.sleep(1.0)  # collecting late must not lengthen the limit
+    assert child.wait(10) is not None
+    assert time.monotonic() - started < 6.0
+    assert child.killed_for == "time"
+    assert all(eventually(lambda p=pid: gone(p)) for pid in [child.pid, *pids])
+
+
+def test_a_command_that_ignores_term_is_killed(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=1.0, limits=QUICK)
+    assert done.killed_for == "time" and done.returncode == -signal.SIGKILL and done.seconds < 8.0
+
+
+def test_grandchildren_do_not_outlive_a_command_that_ends_by_itself(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = spawn(python(FAMILY.format(then="time.sleep(0.3)")), cwd=tmp_path, env=ENV, log_path=log, limits=QUICK)
+    pids = pids_in(log)
+    assert child.wait(20) == 0
+    assert all(eventually(lambda p=pid: gone(p)) for pid in pids)
+
+
+def test_stop_is_bounded_and_idempotent_even_when_frozen(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = spawn(python(FAMILY.format(then="time.sleep(120)")), cwd=tmp_path, env=ENV, log_path=log, limits=QUICK)
+    pids = pids_in(log)
+    child.freeze()
+    assert all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in [child.pid, *pids])
+    started = time.monotonic()
+    assert child.stop() == -signal.SIGTERM
+    assert time.monotonic() - started < 5.0
+    assert child.stop() == -signal.SIGTERM
+    assert all(eventually(lambda p=pid: gone(p)) for pid in [child.pid, *pids])
+
+
+def test_freeze_stops_the_clock_and_thaw_starts_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = spawn(
+        python("import time\nwhile True: print('.', flush=True); time.sleep(0.01)"),
+        cwd=tmp_path,
+        env=ENV,
+        log_path=log,
+        limits=QUICK,
+    )
+    try:
+        assert eventually(lambda: log.exists() and log.stat().st_size > 2)
+        child.freeze()
+        time.sleep(0.2)
+        before = log.stat().st_size
+        time.sleep(0.3)
+        assert log.stat().st_size == before
+        assert child.poll() is None
+        child.thaw()
+        assert eventually(lambda: log.stat().st_size > before)
+    finally:
+        child.stop(0.0)
+
+
+PARENT = """
+    import sys, time
+    from pathlib import Path
+    from specpilot.sandbox import *
+    folder = Path(sys.argv[1])
+    child = spawn([sys.executable, "-c", Path(folder, "family.py").read_text()], cwd=folder, env=scrub_environment({}),
+                  log_path=folder / "log", limits=Limits(grace_s=0.3))
+    if sys.argv[2] == "frozen":
+        while len((folder / "log").read_text().split()) < 6: time.sleep(0.02)
+        child.freeze()
+    print(child.pid, flush=True)
+    time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("state", ["running", "frozen"])
+def test_killing_the_parent_with_kill_9_leaves_no_process(tmp_path: Path, state: str) -> None:
+    (tmp_path / "family.py").write_text(textwrap.dedent(FAMILY.format(then="time.sleep(120)")))
+    parent = subprocess.Popen([*python(PARENT), str(tmp_path), state], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    leader = int(parent.stdout.readline())
+    pids = [leader, *pids_in(tmp_path / "log")]
+    guards = psutil.Process(parent.pid).children()
+    parent.kill()
+    parent.communicate()
+    assert all(eventually(lambda p=pid: gone(p)) for pid in pids)
+    assert all(eventually(lambda g=guard: not g.is_running() or g.status() == psutil.STATUS_ZOMBIE) for guard in guards)
+
+
+def test_killing_the_guard_kills_the_command(tmp_path: Path) -> None:
+    child = spawn(
+        python("import time; time.sleep(120)"), cwd=tmp_path, env=ENV, log_path=tmp_path / "log", limits=QUICK
+    )
+    child._guard.kill()
+    assert eventually(lambda: gone(child.pid))
+    assert child.wait(5) == -signal.SIGKILL
+
+
+def test_output_flood_is_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = spawn(
+        python("while True: print('x' * 1000)"),
+        cwd=tmp_path,
+        env=ENV,
+        log_path=log,
+        limits=Limits(output_bytes=MIB, grace_s=0.3),
+    )
+    assert child.wait(20) is not None
+    assert child.killed_for == "output"
+    assert log.stat().st_size == MIB
+
+
+def test_memory_of_the_whole_group_is_bounded(tmp_path: Path) -> None:
+    hog = """
+        import subprocess, sys, time
+        eat = "x = bytearray(80 << 20); import time; time.sleep(60)"
+        family = [subprocess.Popen([sys.executable, "-c", eat]) for _ in range(3)]
+        time.sleep(60)
+    """
+    done = run_bounded(
+        python(hog), cwd=tmp_path, env=ENV, timeout_s=30, limits=Limits(memory_bytes=200 * MIB, grace_s=0.3)
+    )
+    assert done.killed_for == "memory" and done.seconds < 20
+
+
+def test_a_file_cannot_grow_without_bound(tmp_path: Path) -> None:
+    code = "f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 16))"
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=30, limits=Limits(file_bytes=MIB))
+    assert done.returncode != 0
+    assert (tmp_path / "big").stat().st_size <= MIB
+
+
+def test_no_core_files_and_no_new_privileges(tmp_path: Path) -> None:
+    code = "import resource; print(resource.getrlimit(resource.RLIMIT_CORE)); print([l for l in open('/proc/self/status') if 'NoNewPrivs' in l])"
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20)
+    assert done.tail.startswith("(0, 0)")
+    if sys.platform == "linux":
+        assert "NoNewPrivs:\\t1" in done.tail
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OPENAI_API_KEY",
+        "ANTHROPIC_API_KEY",
+        "HF_TOKEN",
+        "GITHUB_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "my_api_key",
+        "NPM_AUTH_TOKEN",
+        "AWS_ACCESS_KEY_ID",
+    ],
+)
+def test_secrets_do_not_reach_the_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.setenv(name, "sk-very-secret")
+    assert name not in scrub_environment({})
+    with pytest.raises(UsageError, match=name):
+        scrub_environment({name: "x"})
+    with pytest.raises(UsageError, match=name):
+        spawn(["true"], cwd=tmp_path, env={**ENV, name: "x"}, log_path=tmp_path / "log")
+
+
+def test_the_childs_environment_is_what_it_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    env = scrub_environment({"OMP_NUM_THREADS": "2"})
+    done = run_bounded(["env"], cwd=tmp_path, env=env, timeout_s=20)
+    names = {line.partition("=")[0] for line in done.tail.splitlines()}
+    assert "OMP_NUM_THREADS" in names and "PATH" in names
+    assert names <= set(env) | {"PWD", "_", "SHLVL", "LC_CTYPE"}
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS_PER_STEP", "AUTHOR", "PASSIVE"])
+def test_harmless_names_are_not_taken_for_secrets(name: str) -> None:
+    allowed = name != "MAX_TOKENS_PER_STEP"  # says TOKENS: refused rather than guessed
+    assert sandbox.is_secret_name(name) is not allowed
+
+
+def test_the_recorder_is_told_before_the_command_runs(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, float]] = []
+
+    def recorder(pid: int, pgid: int, start_time: float) -> None:
+        time.sleep(0.3)
+        assert not (tmp_path / "ran").exists()
+        seen.append((pid, pgid, start_time))
+
+    child = spawn(["touch", "ran"], cwd=tmp_path, env=ENV, log_path=tmp_path / "log", recorder=recorder)
+    assert child.wait(10) == 0
+    assert (tmp_path / "ran").exists()
+    assert seen == [(child.pid, child.pgid, child.start_time)]
+
+
+def test_a_failing_recorder_means_the_command_never_ran(tmp_path: Path) -> None:
+    def recorder(pid: int, pgid: int, start_time: float) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        spawn(["touch", "ran"], cwd=tmp_path, env=ENV, log_path=tmp_path / "log", recorder=recorder, limits=QUICK)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_cannot_start_says_so(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="no such program"):
+        spawn(["no-such-program-here"], cwd=tmp_path, env=ENV, log_path=tmp_path / "log")
+    with pytest.raises(EnvironmentProblem, match="does not exist"):
+        spawn(["true"], cwd=tmp_path / "none", env=ENV, log_path=tmp_path / "log")
+
+
+def test_kill_leftovers_kills_the_recorded_group_and_spares_strangers(tmp_path: Path) -> None:
+    mine = subprocess.Popen(["sh", "-c", "sleep 100 & sleep 100"], start_new_session=True)
+    stranger = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    try:
+        begun = psutil.Process(mine.pid).create_time()
+        eventually(lambda: len(psutil.Process(mine.pid).children()) >= 2)
+        below = psutil.Process(mine.pid).children()
+        wrong_time = psutil.Process(stranger.pid).create_time() - 5
+        recorded = [(mine.pid, mine.pid, begun), (stranger.pid, stranger.pid, wrong_time), (2**22 - 7, 2**22 - 7, 0.0)]
+        assert kill_leftovers(recorded) == [mine.pid]
+        mine.wait(5)
+        assert all(eventually(lambda p=p: gone(p.pid)) for p in below)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_no_file_descriptors_leak(tmp_path: Path) -> None:
+    run_bounded(["true"], cwd=tmp_path, env=ENV, timeout_s=10)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        run_bounded(["true"], cwd=tmp_path, env=ENV, timeout_s=10)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(sandbox.bubblewrap() is None, reason="bubblewrap is not usable here")
+def test_bubblewrap_confines_writing_and_hides(tmp_path: Path) -> None:
+    for name in ("free", "fixed", "secret"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "secret/hidden.jsonl").write_text("answers")
+    code = f"""
+        import os
+        open({str(tmp_path / "free" / "x")!r}, "w").close()
+        for path in ({str(tmp_path / "fixed" / "x")!r}, "/etc/specpilot-test"):
+            try:
+                open(path, "w").close()
+                print("wrote", path)
+            except OSError:
+                print("refused")
+        print(os.listdir({str(tmp_path / "secret")!r}), os.getpid() < 10)
+    """
+    done = run_bounded(
+        python(code), cwd=tmp_path / "fixed", env=ENV, timeout_s=20, writable=[tmp_path / "free"],
+        readable=[tmp_path], hidden=[tmp_path / "secret"],
+    )  # fmt: skip
+    assert done.tail.splitlines() == ["refused", "refused", "[] True"], done.tail
+    assert (tmp_path / "free/x").exists()
