@@ -9,6 +9,7 @@ never removed before its patch is saved. May import contracts, engine_tree and e
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import shutil
 import subprocess
@@ -461,8 +462,13 @@ def _inside(name: str) -> str:
 
 
 def _escapes(link: str, target: str) -> bool:
-    """True if a link at `link` (relative to the tree) that holds `target` leads out of the tree."""
-    if target.startswith("/"):
+    """True if a link at `link` (relative to the tree) that holds `target` leads out of the tree.
+
+    `..` counts only at the front: behind a name it could climb out of a folder that is itself a link.
+    """
+    parts = PurePosixPath(target).parts
+    climbs = len(parts) - len([*itertools.dropwhile(lambda part: part == "..", parts)])
+    if target.startswith("/") or ".." in parts[climbs:]:
         return True
     resolved = os.path.normpath(os.path.join(os.path.dirname(link), target))
     return resolved == ".." or resolved.startswith("../") or resolved.split("/")[0] == ".git"
