@@ -29,10 +29,10 @@ from .errors import CostModelError
 from .hardware import Hardware, hardware_from_dict
 
 SOURCE = Path(__file__).parent / "probe_machine.cpp"
-VERSION = 1
+VERSION = 2
 REPEATS = 30
-BUSY = 0.6
-"""A median read below this share of the best one means that something else used the machine meanwhile."""
+CALM = 0.9
+"""Below this share of CPU time in the fastest pass, something else used the machine meanwhile."""
 ATTEMPTS = 2
 ISA_FLAGS = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni",
              "amx_tile", "amx_bf16", "amx_int8", "asimd", "sve", "bf16", "i8mm")  # fmt: skip
@@ -177,25 +177,22 @@ def measure_machine(*, threads: int | None = None, repeats: int | None = None) -
         isa=machine.isa,
         lower_bound=lower_bound,
         notes=(*notes, f"measured {time.strftime('%Y-%m-%d %H:%M:%S')}, {buffer >> 20} MiB working set"),
-        median={key: value["median"] for key, value in figures.items()},
+        median={key: value["median"] for key, value in figures.items() if key != "read_cpu_share"},
     )
 
 
 def busy(figures: dict[str, dict[str, float]]) -> bool:
-    """Whether the repeats of the read scatter so much that something else must have run."""
-    return figures["read_gbs"]["median"] < BUSY * figures["read_gbs"]["best"]
+    """Whether even the fastest read had to share the cores with something else."""
+    return figures["read_cpu_share"]["best"] < CALM
 
 
 def _better(first: dict[str, dict[str, float]], second: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Best of both attempts, figure by figure; the medians are those of the calmer attempt."""
-    calmer = max(first, second, key=lambda f: f["read_gbs"]["median"] / f["read_gbs"]["best"])
-    return {
-        key: {
-            "best": (min if key.endswith("_us") else max)(first[key]["best"], second[key]["best"]),
-            "median": calmer[key]["median"],
-        }
-        for key in first
-    }
+    """Best of both attempts, figure by figure; medians and CPU share are those of the faster read."""
+    faster = max(first, second, key=lambda figures: figures["read_gbs"]["best"])
+    pick = {True: min, False: max}
+    merged = {key: pick[key.endswith("_us")](first[key]["best"], second[key]["best"]) for key in first}
+    merged["read_cpu_share"] = faster["read_cpu_share"]["best"]
+    return {key: {"best": value, "median": faster[key]["median"]} for key, value in merged.items()}
 
 
 def working_set(cache_bytes: int) -> int:

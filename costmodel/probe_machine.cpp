@@ -26,15 +26,39 @@ constexpr double kSecondsAtMost = 4.0;  // on a busy machine fewer repeats fit
 
 static volatile uint64_t sink;
 
+static double thread_seconds() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+// One timed pass: how fast, and which share of the time the threads really ran. A share below one means that
+// something else used the cores meanwhile.
+struct Pass {
+  double gbs, share;
+};
+
+template <typename Body>
+static Pass timed(double bytes, int threads, Body body) {
+  double first = 1e300, last = 0, busy = 0;
+#pragma omp parallel num_threads(threads) reduction(min : first) reduction(max : last) reduction(+ : busy)
+  {
+#pragma omp barrier
+    const double cpu = thread_seconds(), wall = omp_get_wtime();
+    body(omp_get_thread_num());
+    first = wall;
+    last = omp_get_wtime();
+    busy = thread_seconds() - cpu;
+  }
+  return {bytes / (last - first) * 1e-9, busy / (threads * (last - first))};
+}
+
 // Every thread reads its own contiguous part, once, in `streams` interleaved sequences, and only adds what it reads.
 template <int streams>
-static double read_seconds(const char* buffer, size_t bytes, int threads) {
+static Pass read_pass(const char* buffer, size_t bytes, int threads) {
   const size_t part = bytes / threads / (streams * 4096) * (streams * 4096), stream = part / streams;
-  uint64_t total = 0;
-  const double start = omp_get_wtime();
-#pragma omp parallel num_threads(threads) reduction(+ : total)
-  {
-    const char* base = buffer + part * omp_get_thread_num();
+  return timed(double(part) * threads, threads, [=](int thread) {
+    const char* base = buffer + part * thread;
     Words sums[streams][2] = {};
     for (size_t at = 0; at < stream; at += 2 * kVectorBytes)
       for (int s = 0; s < streams; ++s) {
@@ -42,26 +66,18 @@ static double read_seconds(const char* buffer, size_t bytes, int threads) {
         sums[s][0] += from[0];
         sums[s][1] += from[1];
       }
+    uint64_t total = 0;
     for (int s = 0; s < streams; ++s)
       for (size_t lane = 0; lane < kVectorBytes / 8; ++lane) total += sums[s][0][lane] + sums[s][1][lane];
-  }
-  const double seconds = omp_get_wtime() - start;
-  sink = total;
-  return seconds / (double(part) * threads);
+    sink = total;
+  });
 }
 
-static double copy_seconds(char* buffer, size_t bytes, int threads) {
+static Pass copy_pass(char* buffer, size_t bytes, int threads) {
   const size_t half = bytes / 2, part = half / threads / 4096 * 4096;
-  const double start = omp_get_wtime();
-#pragma omp parallel num_threads(threads)
-  std::memcpy(buffer + half + part * omp_get_thread_num(), buffer + part * omp_get_thread_num(), part);
-  return (omp_get_wtime() - start) / (2.0 * part * threads);
-}
-
-static double thread_seconds() {
-  timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+  return timed(2.0 * part * threads, threads, [=](int thread) {
+    std::memcpy(buffer + half + part * thread, buffer + part * thread, part);
+  });
 }
 
 // Sum over the threads of what each computes per second of its own CPU time, so that being descheduled does not count.
@@ -86,13 +102,10 @@ static double fma_gflops(int threads) {
 }
 
 static double fork_join_us(int threads) {
-  const int regions = 200;
   const double start = omp_get_wtime();
-  for (int i = 0; i < regions; ++i) {
 #pragma omp parallel num_threads(threads)
-    { asm volatile("" ::: "memory"); }
-  }
-  return (omp_get_wtime() - start) / regions * 1e6;
+  { asm volatile("" ::: "memory"); }
+  return (omp_get_wtime() - start) * 1e6;
 }
 
 static void print(const char* name, std::vector<double> values, bool larger_is_better, bool last) {
@@ -114,20 +127,30 @@ int main(int argc, char** argv) {
     const size_t from = part * omp_get_thread_num();
     if (from < bytes) std::memset(buffer + from, 1, std::min(part, bytes - from));  // first touch by the reader
   }
+  // Passes go over one quarter after the other, so that none finds its data in the cache, and each is short enough
+  // to fall between two interruptions.
+  const size_t quarter = bytes / 4 / 4096 * 4096;
   std::vector<double> reads, copies, peaks, joins;
+  Pass best = {0, 0};
   const double start = omp_get_wtime();
   for (int r = 0; r < repeats && (r < 2 || omp_get_wtime() - start < kSecondsAtMost); ++r) {
-    const double seconds = std::min({read_seconds<1>(buffer, bytes, threads), read_seconds<2>(buffer, bytes, threads),
-                                     read_seconds<4>(buffer, bytes, threads)});
-    reads.push_back(1e-9 / seconds);
-    copies.push_back(1e-9 / copy_seconds(buffer, bytes, threads));
+    for (int q = 0; q < 4; ++q) {
+      char* from = buffer + q * quarter;
+      for (Pass pass : {read_pass<1>(from, quarter, threads), read_pass<2>(buffer + (q + 1) % 4 * quarter, quarter, threads),
+                        read_pass<4>(buffer + (q + 2) % 4 * quarter, quarter, threads)}) {
+        if (pass.gbs > best.gbs) best = pass;
+        reads.push_back(pass.gbs);
+      }
+      copies.push_back(copy_pass(buffer + (q + 3) % 4 * quarter, quarter, threads).gbs);
+    }
     peaks.push_back(fma_gflops(threads));
-    joins.push_back(fork_join_us(threads));
+    for (int i = 0; i < 200; ++i) joins.push_back(fork_join_us(threads));
   }
   std::printf("{");
   print("read_gbs", reads, true, false);
   print("copy_gbs", copies, true, false);
   print("fma_gflops", peaks, true, false);
+  print("read_cpu_share", {best.share}, true, false);
   print("fork_join_us", joins, false, true);
   return 0;
 }
