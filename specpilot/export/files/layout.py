@@ -1,0 +1,111 @@
+"""Where things are in an exported engine, and how its variants are started. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, NoReturn
+
+HOME = Path(__file__).resolve().parent.parent
+"""The export's folder."""
+INVALID, ENVIRONMENT, MODEL, DIFFERS, TAMPERED = 2, 3, 4, 7, 8
+"""Exit codes: wrong use, machine, checkpoint, tokens differ from the reference's, tampered evidence."""
+HOST = "127.0.0.1"
+
+
+def fail(code: int, message: str, hint: str = "") -> NoReturn:
+    """One message on standard error, then the exit code."""
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"  what to do: {hint}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def manifest() -> dict[str, Any]:
+    """`export.json`: commits, checkpoints and settings of this engine."""
+    try:
+        data = json.loads((HOME / "export.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fail(TAMPERED, f"export.json cannot be read: {error}", "take a fresh copy of the export.")
+    return dict(data)
+
+
+def target_dir(info: dict[str, Any]) -> Path:
+    """Folder of the target's checkpoint: $TARGET_DIR, else models/<name>."""
+    given = os.environ.get("TARGET_DIR")
+    return Path(given).expanduser().absolute() if given else HOME / "models" / str(info["target"]["name"])
+
+
+def need_target(info: dict[str, Any]) -> Path:
+    """The checkpoint's folder; ends the program when there is none."""
+    folder = target_dir(info)
+    if not (folder / "config.json").is_file():
+        fail(MODEL, f"there is no checkpoint in {folder}", "run ./download_models.sh first, or set TARGET_DIR.")
+    return folder
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of the weights: of the file if it is one, else of the lines `sha256  name` of the sorted files."""
+    sums = {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+    if len(sums) == 1:
+        return next(iter(sums.values()))
+    return hashlib.sha256("".join(f"{value}  {name}\n" for name, value in sums.items()).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def launch(info: dict[str, Any], variant: str, port: int, host: str = HOST) -> tuple[list[str], Path, dict[str, str]]:
+    """(command, working directory, environment) that starts `variant` (ends the program when it is unknown)."""
+    if variant not in info["variants"]:
+        fail(INVALID, f"unknown variant {variant!r}", f"one of: {', '.join(info['variants'])}.")
+    where = info["variants"][variant]
+    tree = HOME / where["tree"]
+    try:
+        spec = tomllib.loads((tree / "engine.toml").read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        fail(TAMPERED, f"{where['tree']}/engine.toml cannot be read: {error}", "take a fresh copy of the export.")
+    commit = str(where["commit"])
+    cache = Path(os.environ.get("ENGINE_CACHE") or HOME / ".cache").absolute() / commit[:12]
+    cache.mkdir(parents=True, exist_ok=True)
+    drafter = info["drafter"]
+    values = {
+        "python": sys.executable,
+        "target": str(need_target(info)),
+        "drafter": str(HOME / "drafter") if drafter == "dflash" else str(drafter),
+        "host": host,
+        "port": str(port),
+        "threads": os.environ.get("THREADS") or str(info["threads"] or usable_cores()),
+        "variant": variant,
+        "commit": commit,
+        "cache": str(cache),
+    }
+    words = [_fill(word, values) for word in [*spec["launch"]["command"], *spec["variants"][where["variant"]]]]
+    environment = {**os.environ, "SPECPILOT_COMMIT": commit, "SPECPILOT_VARIANT": variant}
+    for source in (spec["launch"].get("env", {}), info["environment"]):
+        environment |= {name: _fill(str(text), values) for name, text in source.items()}
+    return words, tree / spec["launch"].get("cwd", "."), environment
+
+
+def readiness(variant: str, info: dict[str, Any]) -> tuple[str, float]:
+    """(path that answers 200 when the server is ready, seconds to wait at most)."""
+    tree = HOME / info["variants"][variant]["tree"]
+    section = tomllib.loads((tree / "engine.toml").read_text(encoding="utf-8")).get("readiness", {})
+    return str(section.get("path", "/health")), float(section.get("timeout_s", 180))
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _fill(word: str, values: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), word)

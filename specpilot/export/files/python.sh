@@ -1,0 +1,18 @@
+# Sourced by the scripts beside it: sets `python`, the interpreter of this engine. ENGINE_PYTHON overrides it.
+python=${ENGINE_PYTHON:-$here/.venv/bin/python}
+if [ ! -x "$python" ]; then
+    if [ "${any_python:-no}" = yes ]; then
+        for python in python3.14 python3.13 python3.12 python3.11 python3 ""; do
+            [ -n "$python" ] && command -v "$python" >/dev/null 2>&1 &&
+                "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+        done
+    else
+        python=
+    fi
+    if [ -z "$python" ]; then
+        echo "error: this engine has no Python environment yet" >&2
+        echo "  what to do: run ./setup_env.sh first, or set ENGINE_PYTHON to an interpreter that has its packages." >&2
+        exit 3
+    fi
+fi
+export PYTHONDONTWRITEBYTECODE=1
