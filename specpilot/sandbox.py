@@ -154,6 +154,8 @@ class Child:
     log_path: Path
     command: list[str]
     limits: Limits
+    confined: bool
+    """True if it runs inside bubblewrap."""
     _guard: subprocess.Popen[bytes]
     _control: int
     _status: int
@@ -235,7 +237,9 @@ class Child:
         last = json.loads(data.splitlines()[-1]) if data.strip() else {}
         reason = last.get("killed_for")
         self.killed_for = reason if reason in ("memory", "output", "time") else None
-        self.returncode = int(last.get("exit", -signal.SIGKILL))
+        code = int(last.get("exit", -signal.SIGKILL))
+        # Bubblewrap ends like a shell: 128 + signal.
+        self.returncode = 128 - code if self.confined and code > 128 else code
         if "exit" not in last:  # the guard was killed; its child died with it, the group may not have
             try:
                 os.killpg(self.pgid, signal.SIGKILL)
@@ -269,10 +273,12 @@ def spawn(
     deadline = None if limits.deadline_s is None else time.monotonic() + limits.deadline_s
     with disk_full_named(log_path):
         log_path.parent.mkdir(parents=True, exist_ok=True)
+    wrapped = _wrapped(command, cwd, writable, readable, hidden)
+    confined = wrapped != list(command)
     control_read, control_write = os.pipe()
     status_read, status_write = os.pipe()
     spec = {
-        "command": _wrapped(command, cwd, writable, readable, hidden),
+        "command": wrapped,
         "cwd": str(cwd),
         "env": dict(env),
         "log": str(log_path),
@@ -302,7 +308,9 @@ def spawn(
         guard.stdin.close()
         pid = int(json.loads(_first_line(status_read))["pid"])
         start_time = psutil.Process(pid).create_time()
-        child = Child(pid, pid, start_time, log_path, list(command), limits, guard, control_write, status_read)
+        child = Child(
+            pid, pid, start_time, log_path, list(command), limits, confined, guard, control_write, status_read
+        )  # fmt: skip
         if recorder is not None:
             recorder(pid, pid, start_time)
         os.write(control_write, b"go\n")

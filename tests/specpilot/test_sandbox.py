@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,15 @@ from specpilot.sandbox import MIB, Limits, kill_leftovers, run_bounded, scrub_en
 
 ENV = scrub_environment({})
 QUICK = Limits(grace_s=0.3)
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Most tests look at the processes themselves, so bubblewrap is off; `confined` turns it on."""
+    monkeypatch.setenv("SPECPILOT_BWRAP", "0")
+    sandbox.bubblewrap.cache_clear()
+    yield
+    sandbox.bubblewrap.cache_clear()
 
 
 def python(code: str) -> list[str]:
@@ -327,11 +337,23 @@ def test_no_file_descriptors_leak(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.skipif(sandbox.bubblewrap() is None, reason="bubblewrap is not usable here")
-def test_bubblewrap_confines_writing_and_hides(tmp_path: Path) -> None:
+# -- inside bubblewrap -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def confined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bubblewrap as found on this machine; the test is left out where it does not work."""
+    monkeypatch.delenv("SPECPILOT_BWRAP")
+    sandbox.bubblewrap.cache_clear()
+    if sandbox.bubblewrap() is None:
+        pytest.skip("bubblewrap is not usable here")
+
+
+def test_bubblewrap_confines_writing_and_hides(confined: None, tmp_path: Path) -> None:
     for name in ("free", "fixed", "secret"):
         (tmp_path / name).mkdir()
     (tmp_path / "secret/hidden.jsonl").write_text("answers")
+    (tmp_path / "answers.txt").write_text("more answers")
     code = f"""
         import os
         open({str(tmp_path / "free" / "x")!r}, "w").close()
@@ -341,11 +363,55 @@ def test_bubblewrap_confines_writing_and_hides(tmp_path: Path) -> None:
                 print("wrote", path)
             except OSError:
                 print("refused")
+        try:
+            print(repr(open({str(tmp_path / "answers.txt")!r}).read()))
+        except OSError:
+            print("''")
         print(os.listdir({str(tmp_path / "secret")!r}), os.getpid() < 10)
     """
     done = run_bounded(
         python(code), cwd=tmp_path / "fixed", env=ENV, timeout_s=20, writable=[tmp_path / "free"],
-        readable=[tmp_path], hidden=[tmp_path / "secret"],
+        readable=[tmp_path], hidden=[tmp_path / "secret", tmp_path / "answers.txt"],
     )  # fmt: skip
-    assert done.tail.splitlines() == ["refused", "refused", "[] True"], done.tail
+    assert done.tail.splitlines() == ["refused", "refused", "''", "[] True"], done.tail
     assert (tmp_path / "free/x").exists()
+
+
+def test_bubblewrap_passes_exit_status_signals_and_loopback(confined: None, tmp_path: Path) -> None:
+    assert run_bounded(["sh", "-c", "exit 7"], cwd=tmp_path, env=ENV, timeout_s=20).returncode == 7
+    crash = python("import os; os.kill(os.getpid(), 11)")
+    assert run_bounded(crash, cwd=tmp_path, env=ENV, timeout_s=20).returncode == -signal.SIGSEGV
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        code = (
+            f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5); print('connected')"
+        )
+        assert run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20).tail == "connected\n"
+
+
+def test_bubblewrap_processes_can_be_frozen_and_none_survives(confined: None, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = spawn(python(FAMILY.format(then="time.sleep(120)")), cwd=tmp_path, env=ENV, log_path=log, limits=QUICK)
+    pids_in(log)  # ids inside the namespace; the host's are asked for below
+    family = child.processes()
+    assert len(family) >= 5
+    child.freeze()
+    states = {process.status() for process in family}
+    assert psutil.STATUS_STOPPED in states and states <= {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
+    child.thaw()
+    child.stop()
+    assert all(eventually(lambda p=process: gone(p.pid)) for process in family)
+
+
+def test_bubblewrap_and_kill_9_of_the_parent(confined: None, tmp_path: Path) -> None:
+    (tmp_path / "family.py").write_text(textwrap.dedent(FAMILY.format(then="time.sleep(120)")))
+    parent = subprocess.Popen([*python(PARENT), str(tmp_path), "running"], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    pids_in(tmp_path / "log")
+    family = psutil.Process(parent.pid).children(recursive=True)
+    assert len(family) >= 6
+    parent.kill()
+    parent.communicate()
+    assert all(eventually(lambda p=process: gone(p.pid)) for process in family)
