@@ -16,13 +16,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from typing import TYPE_CHECKING, Any, Literal
 
 from .base import AgentError, ClaimDraft, Proposal, WorkContext
 from .space import Space, Tunable, TunableEdit, Value, load_space
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+# Optuna is imported where it is used: commands that do not search should not wait for it.
 
 Arm = Literal["tpe", "random"]
 ARMS: tuple[Arm, Arm] = ("tpe", "random")
@@ -216,6 +218,8 @@ class SearchSession:
                 return values
 
     def _draw(self, arm: Arm, attempt: int) -> dict[str, Value]:
+        import optuna
+
         seed = random.Random(f"{self.seed}/{arm}/{len(self._asked)}/{attempt}").randrange(2**32)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -300,6 +304,8 @@ def _key(values: dict[str, Value]) -> str:
 
 
 def _distribution(tunable: Tunable) -> BaseDistribution:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
     if tunable.choices:
         return CategoricalDistribution(tunable.choices)
     if tunable.kind == "int":
@@ -319,8 +325,12 @@ class _quiet:
     """Optuna says nothing on the console while we ask it."""
 
     def __enter__(self) -> None:
+        import optuna
+
         self.level = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     def __exit__(self, *_: object) -> None:
+        import optuna
+
         optuna.logging.set_verbosity(self.level)

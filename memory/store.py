@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, selectinload
 
 from . import recall as ranking
-from . import seeds, transfer
+from . import seeding, transfer
 from .database import default_url, hide_password, open_database, writer
 from .errors import NoSuchMechanismError, StoreUnavailableError, TamperedError
 from .records import Effect, Mechanism, Recalled, RecallQuery, Stats, Status, StoredMechanism, as_json, sha256_text
@@ -29,13 +29,13 @@ class MemoryStore:
     Raises StoreUnavailableError, SchemaTooNewError, SeedError.
     """
 
-    def __init__(self, url: str | Path | None = None, *, seed_folder: Path | None = seeds.SEED_FOLDER) -> None:
+    def __init__(self, url: str | Path | None = None, *, seed_folder: Path | None = seeding.SEED_FOLDER) -> None:
         self.url = str(url) if url is not None else default_url()
         self._engine = open_database(self.url)
         self._writer = writer(self._engine)
         self._has_fts = self._engine.dialect.name == "sqlite" and inspect(self._engine).has_table("mechanism_fts")
         if seed_folder is not None:
-            self._load_seeds(seeds.read_seeds(seed_folder))
+            self._load_seeds(seeding.read_seeds(seed_folder))
 
     def close(self) -> None:
         """Release the database's connections."""
@@ -151,7 +151,7 @@ class MemoryStore:
 
     # ------------------------------------------------------------------ inside
 
-    def _load_seeds(self, found: list[seeds.Seed]) -> None:
+    def _load_seeds(self, found: list[seeding.Seed]) -> None:
         known = self._read(lambda s: _known(s))
         missing = [
             seed

@@ -10,7 +10,7 @@ import yaml
 
 from specpilot.memory import MemoryStore, SchemaTooNewError, SeedError, StoreUnavailableError, TamperedError
 from specpilot.memory.errors import InvalidMechanismError
-from specpilot.memory.seeds import SEED_FOLDER, read_seeds, write_evidence
+from specpilot.memory.seeding import SEED_FOLDER, read_seeds, write_evidence
 
 
 @pytest.fixture
