@@ -1,0 +1,128 @@
+"""The live view: plain lines without a terminal, a screen on one, and never an exception into the run."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from specpilot.report.data import ReportData
+from specpilot.report.state import AttemptLine, RunState
+from specpilot.report.summary import final_summary
+from specpilot.report.view import RunView
+from tests.specpilot.report.sample import CHEATS, report_data, run_events
+
+
+def text_of(renderable: object, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def played(**options: object) -> tuple[RunView, str]:
+    out = io.StringIO()
+    view = RunView("demo", "run-1", console=Console(file=out, width=200), **options)  # type: ignore[arg-type]
+    with view:
+        for kind, data in run_events():
+            view.event(kind, data)
+        view.event("done", {"stop": "rounds-done", "report": "/tmp/report.html", "data": report_data()})
+    return view, out.getvalue()
+
+
+def test_without_a_terminal_every_event_is_a_plain_line():
+    view, text = played()
+    assert view.plain and "\x1b[" not in text
+    for name, reason in CHEATS:
+        assert f"cheat {name}: rejected ({reason})" in text
+    for words in (
+        "run run-1 of demo",
+        "baseline stock: 69.9 tokens/s, accepted length 3.08",
+        "round 89.3 ms, 17% of the bound",
+        "r1-recall-1 native-bf16-skinny-gemm: measured 1.710x",
+        "gate passed: 3072 tokens forced, 3068 exact, 4 near-ties, 0 violations",
+        "gate REJECTED (token-mismatch)",
+        "merge reduced-draft-head: 1.130x [1.100, 1.160], so far 1.93x",
+        "search tpe verify_drafts=5: 1.040x",
+        "warning: r1-recall-3",
+        "report: /tmp/report.html",
+        "2.14x [2.050, 2.240] over the stock speculative engine",
+        "not explained by the steps",
+    ):
+        assert words in text, words
+
+
+def test_a_missed_cheat_stands_out():
+    state = RunState()
+    outcome = {"cheat": "lossy-accept", "caught": False, "got": None, "expected": ["token-mismatch"]}
+    assert state.apply("selftest", outcome) == ["cheat lossy-accept: MISSED: not rejected, expected token-mismatch"]
+    told = state.apply("selftest", {"outcomes": [outcome], "passed": False})
+    assert told[-1] == "gate self-test FAILED: 0 of 1 planted cheats rejected"
+
+
+def test_screen_shows_every_part_and_fits_a_small_terminal():
+    console = Console(file=io.StringIO(), width=110, height=50, force_terminal=True)
+    view = RunView("demo", "run-1", console=console)
+    assert not view.plain
+    for kind, data in run_events():
+        view.event(kind, data)
+    text = text_of(view.render())
+    for words in ("demo", "round 1", "left", "self-test passed", "target.mlp", "worth", "merged", "w12-weights", "no-gain",
+                  "product of steps 1.93x", "log"):  # fmt: skip
+        assert words in text, words
+    many = RunState(round=1, attempts={f"a{i}": AttemptLine(f"a{i}", round=1, state="rejected") for i in range(99)})
+    many.attempts["busy"] = AttemptLine("busy", round=1, state="working", pairs="3/12")
+    view.state = many
+    shown = text_of(view.render())
+    assert "busy" in shown and "pair 3/12" in shown and len(shown.splitlines()) < 50
+
+
+def test_live_screen_runs_and_leaves_the_summary():
+    out = io.StringIO()
+    view = RunView("demo", "run-1", console=Console(file=out, width=110, height=40, force_terminal=True))
+    with view:
+        for kind, data in run_events():
+            view.event(kind, data)
+        view.event("done", {"stop": "rounds-done", "data": report_data()})
+    assert "over the stock speculative engine" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("unknown", {}), ("gaps", {"rows": [{"component": "x"}]}), ("selftest", {}), ("baseline", {}), ("attempt", {}),
+        ("comparison", {"ratio": "fast", "pairs": None}), ("merge", {}), ("verdict", {"detail": None}), ("note", {}),
+        ("gaps", {"rows": None}), ("baseline", {"variants": {"ar": {}}}), ("budget", {"limit_s": 0}), ("done", {}),
+        ("trial", {"values": None}), ("selftest-end", {"null_ratio": "x"}), ("verdict", {"passed": True, "positions": None}),
+    ],
+)  # fmt: skip
+def test_odd_events_never_raise(kind, data):
+    out = io.StringIO()
+    view = RunView(console=Console(file=out, width=100))
+    view.event(kind, data)
+    view.render()
+    assert text_of(view.render())
+
+
+def test_markup_in_foreign_words_is_not_interpreted():
+    out = io.StringIO()
+    view = RunView(console=Console(file=out, width=100))
+    view.event("note", {"level": "info", "text": "[red]boo[/red] [/nothing]"})
+    assert "[red]boo[/red] [/nothing]" in out.getvalue()
+
+
+def test_time_of_earlier_sessions_counts():
+    state = RunState()
+    state.apply("budget", {"elapsed_s": 600.0, "limit_s": 900.0})
+    view = RunView(console=Console(file=io.StringIO(), width=100))
+    view.state = state
+    text = text_of(view.render())
+    assert "10:0" in text and (" 5:00 left" in text or " 4:5" in text)
+
+
+def test_summary_of_a_run_that_ended_early():
+    text = text_of(final_summary(ReportData(deployment="d", run_id="r", stop_reason="interrupted")))
+    assert "no closing measurement" in text and "interrupted" in text
+    data = report_data()
+    assert data.unexplained == pytest.approx(2.14 / (1.71 * 1.13 * 1.06))
+    assert data.explained == pytest.approx(1.71 * 1.13 * 1.06)
