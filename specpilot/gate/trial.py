@@ -172,10 +172,11 @@ def try_cheat(cheat: Cheat, bench: Bench) -> CheatOutcome:
     )
 
 
-def try_honest(bench: Bench, tree: Path, commit: str, stages: frozenset[Stage] = EVERY_STAGE) -> CheatOutcome:
+def try_honest(bench: Bench, tree: Path, commit: str) -> CheatOutcome:
     """The unchanged tree through every stage: it must pass (`caught` then means: judged rightly)."""
     began = time.monotonic()
     claim = Claim(component="host", hypothesis="Unchanged tree", counters=["rounds"])
+    stages = EVERY_STAGE | {Stage.sampled} if bench.temperature > 0.0 else EVERY_STAGE
     verdict = try_engine("honest", tree, _candidate("honest", commit, commit, claim), bench, stages, None)
     return CheatOutcome(
         cheat="honest",

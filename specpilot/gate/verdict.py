@@ -210,7 +210,9 @@ def _force_all(
         checks.append(check)
         if not check.passed:
             return _rejected(checks, reason, f"{name}: {check.detail}", total)
-    sampled = [*(e.timed if temperature > 0.0 else []), *(e.hidden.sampled.generations if e.hidden.sampled else [])]
+    # A timed leg shares one seed among its requests: only one answer of each is independent of the others.
+    timed = [leg.generations[0] for leg in e.legs] if temperature > 0.0 else []
+    sampled = [*timed, *(e.hidden.sampled.generations if e.hidden.sampled else [])]
     if sampled:
         at = temperature if temperature > 0.0 else e.hidden.temperature
         top = e.policy.distribution_top

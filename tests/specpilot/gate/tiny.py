@@ -26,23 +26,28 @@ from tests.helpers.tiny_model import make_tiny_drafter, make_tiny_model
 WORDS = "the sum of two numbers is then added to a list which holds every prime below that limit and".split()
 
 
-def make_target(folder: Path) -> Path:
-    """A random target whose logits lie close together, as a real model's best few do: gaps of a nat or two."""
-    make_tiny_model(folder)
+def make_target(folder: Path, scale: float = 0.35) -> Path:
+    """A random target whose logits lie close together, as a real model's best few do: gaps of a nat or two.
+
+    A small `scale` makes layers whisper: the tied head then repeats the last token, and prompt look-up is always right.
+    """
+    make_tiny_model(folder, scale=scale)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = (tensors["model.norm.weight"].float() * 0.12).to(torch.bfloat16)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def make_deployment(folder: Path, drafter: str = "dflash", temperature: float = 0.0) -> Deployment:
+def make_deployment(folder: Path, drafter: str = "dflash", temperature: float = 0.0, scale: float = 0.35) -> Deployment:
     """A deployment of the tiny model in `folder`."""
-    make_target(folder / "target")
+    make_target(folder / "target", scale)
     if drafter == "dflash":
         make_tiny_drafter(folder / "drafter", folder / "target")
     source = random.Random(5)
     for which in ("tuning", "hidden"):
-        rows = [{"id": f"{which}{i}", "source": "words", "text": " ".join(source.choices(WORDS, k=6))} for i in range(30)]
+        rows = [
+            {"id": f"{which}{i}", "source": "words", "text": " ".join(source.choices(WORDS, k=6))} for i in range(30)
+        ]
         (folder / f"{which}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {
         "name": "tiny",
@@ -57,10 +62,10 @@ def make_deployment(folder: Path, drafter: str = "dflash", temperature: float = 
 
 @contextmanager
 def tiny_context(
-    folder: Path, drafter: str = "dflash", temperature: float = 0.0, floor: TimeFloor | None = None
+    folder: Path, drafter: str = "dflash", temperature: float = 0.0, floor: TimeFloor | None = None, scale: float = 0.35
 ) -> Iterator[SelfTestContext]:
     """A context with a started, calibrated reference."""
-    deployment = make_deployment(folder, drafter, temperature)
+    deployment = make_deployment(folder, drafter, temperature, scale)
     models = ensure_models(deployment)
     workspace = Workspace.create(folder / "run", deployment.engine_tree())
     tree = workspace.checkout("reference", workspace.first_commit)
