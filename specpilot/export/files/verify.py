@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import layout  # type: ignore[import-not-found]
 SUMS = "evidence/SHA256SUMS"
 FREE = {".venv", ".cache", "models"}
 """Folders that the scripts fill on the user's machine; not part of the evidence."""
+UNLIKELY = 0.001
+"""So many near-ties are refused when that many or more have a smaller probability at the calibrated share (the gate's rule)."""
 
 
 def main() -> None:
@@ -70,6 +73,26 @@ def _present() -> set[str]:
     return found
 
 
+def binomial_tail(count: int, total: int, share: float) -> float:
+    """Probability of `count` or more successes in `total` trials of probability `share`."""
+    if count <= 0 or share >= 1:
+        return 1.0
+    if share <= 0:
+        return 0.0
+    choose = math.lgamma(total + 1)
+    terms = (
+        math.exp(
+            choose
+            - math.lgamma(k + 1)
+            - math.lgamma(total - k + 1)
+            + k * math.log(share)
+            + (total - k) * math.log1p(-share)
+        )
+        for k in range(count, total + 1)
+    )
+    return min(1.0, math.fsum(terms))
+
+
 def force(count: int, tokens: int | None) -> None:
     """Token forcing on hidden prompts."""
     import servers  # type: ignore[import-not-found]
@@ -85,7 +108,10 @@ def force(count: int, tokens: int | None) -> None:
     prompts = servers.load_prompts(info, "hidden", count)
     with servers.started(info, ["final"]) as (final,):
         final.thaw()
-        answers = [final.generate(ids, wanted).ids for ids in prompts]
+        answers = []
+        for ids in prompts:
+            answers.append(final.generate(ids, wanted).ids)
+            print(f"  answered {len(answers)}/{count}", flush=True)
     exact = near = violations = 0
     worst = 0.0
     first = ""
@@ -112,7 +138,7 @@ def force(count: int, tokens: int | None) -> None:
     )
     if violations:
         layout.fail(layout.DIFFERS, f"{violations} tokens are not what the target would emit; first: {first}")
-    if near > limit * total and near > 1:
+    if binomial_tail(near, total, limit) < UNLIKELY:
         layout.fail(
             layout.DIFFERS, f"{near} near-ties in {total} tokens are more than the calibrated share of {limit:g}"
         )

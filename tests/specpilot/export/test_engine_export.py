@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from specpilot import export
 from specpilot.deployment import load_deployment
 from specpilot.errors import DigestError, DiskFullError, EnvironmentProblem, RunFolderError, UsageError
 from specpilot.export import export_run
@@ -293,3 +294,34 @@ def test_pins_follow_imports_without_running_them(tmp_path):
     assert every["numpy"] == numpy.__version__
     with pytest.raises(EnvironmentProblem):
         requirements([tmp_path], "/nowhere/python")
+
+
+def test_near_tie_rule_is_the_binomial_one(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(export.__file__).parent / "files"))
+    import verify  # the stand-alone program, as it runs in an export
+    from scipy.stats import binom
+
+    for count, total, share in ((0, 100, 0.01), (1, 100, 0.01), (6, 300, 0.01), (300, 300, 0.5), (3, 10, 0.2)):
+        assert verify.binomial_tail(count, total, share) == pytest.approx(binom.sf(count - 1, total, share), rel=1e-9)
+    assert verify.binomial_tail(1, 10, 0.0) == 0.0 and verify.binomial_tail(0, 10, 0.0) == 1.0
+
+
+def test_many_near_ties_are_refused(run, tmp_path):
+    """The made-up model has a near-tie at about 3 % of its positions; taking every one exceeds a share of 0.1 %."""
+    run.merge(lambda w: (w / "behaviour.json").write_text('{\n "flip_near_ties": 0.02\n}\n') and None)
+    to = tmp_path / "out"
+    export_run(run.folder, to)
+    assert script(to, "download_models.sh").returncode == 0
+    words = ("--prompts", "4", "--tokens", "100")
+    assert script(to, "verify.sh", *words).returncode == 0, "calibrated share of 20 %"
+    path = to / "evidence" / "calibration.json"
+    path.write_text(path.read_text().replace("0.2", "0.001"))
+    sums = to / "evidence" / "SHA256SUMS"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    lines = [
+        f"{digest}  evidence/calibration.json" if "calibration" in line else line
+        for line in sums.read_text().splitlines()
+    ]
+    sums.write_text("\n".join(lines) + "\n")
+    done = script(to, "verify.sh", *words)
+    assert done.returncode == 7 and "more than the calibrated share" in done.stderr, done.stdout
