@@ -64,12 +64,14 @@ class SearchReport:
         if not sum(self.trials.values()):
             return "nothing was searched"
         parts = []
-        for arm in ARMS:
+        for arm in self.trials:
             best, mean = self.best[arm], self.mean[arm]
             figure = "no setting could be measured" if best is None else f"best {best:.3f}x, mean {mean:.3f}x"
             failed = f", {self.failed[arm]} failed" if self.failed[arm] else ""
             label = "TPE" if arm == "tpe" else "random search"
             parts.append(f"{label}: {figure} over {self.trials[arm]} trials{failed}")
+        if "random" not in self.trials:
+            return "; ".join([*parts, "no control was run"])
         tpe, control = self.best["tpe"], self.best["random"]
         if tpe is None or control is None:
             verdict = "the arms cannot be compared"
@@ -95,6 +97,8 @@ class SearchSession:
     trials: int
     seed: int = 0
     name: str = "search"
+    control: bool = True
+    """Whether random search runs beside TPE. Without it nothing tells what the model-based search is worth."""
     _asked: list[Trial] = field(default_factory=list)
     _told: dict[int, float | None] = field(default_factory=dict)
 
@@ -106,6 +110,7 @@ class SearchSession:
             "seed": self.seed,
             "space": json.loads(json.dumps([asdict(t) for t in self.space.tunables])),
             "current": self.space.current,
+            "arms": list(self.arms),
         }
         lines = self._lines()
         if not lines:
@@ -119,6 +124,11 @@ class SearchSession:
             else:
                 self._told[line["tell"]] = line["ratio"]
 
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """The arms of this session, in turn."""
+        return ARMS if self.control else ("tpe",)
+
     # ------------------------------------------------------------------ ask and tell
 
     def ask(self) -> Trial | None:
@@ -126,8 +136,8 @@ class SearchSession:
         for trial in self._asked:
             if trial.number not in self._told:
                 return trial
-        used = {arm: sum(t.arm == arm for t in self._asked) for arm in ARMS}
-        arm = min(ARMS, key=lambda a: used[a])
+        used = {arm: sum(t.arm == arm for t in self._asked) for arm in self.arms}
+        arm = min(self.arms, key=lambda a: used[a])
         if used[arm] >= self.trials:
             return None
         values = self._suggest(arm)
@@ -152,7 +162,9 @@ class SearchSession:
     @property
     def finished(self) -> bool:
         """True when every trial of the budget was told."""
-        return len(self._told) >= 2 * self.trials or (len(self._asked) == len(self._told) and self._untried() == 0)
+        return len(self._told) >= len(self.arms) * self.trials or (
+            len(self._asked) == len(self._told) and self._untried() == 0
+        )
 
     # ------------------------------------------------------------------ results
 
@@ -183,7 +195,8 @@ class SearchSession:
     def report(self) -> SearchReport:
         """The arms side by side."""
         by_arm: dict[str, list[float | None]] = {
-            arm: [self._told[t.number] for t in self._asked if t.arm == arm and t.number in self._told] for arm in ARMS
+            arm: [self._told[t.number] for t in self._asked if t.arm == arm and t.number in self._told]
+            for arm in self.arms
         }
         good = {arm: [ratio for ratio in ratios if ratio is not None] for arm, ratios in by_arm.items()}
         return SearchReport(
@@ -200,7 +213,7 @@ class SearchSession:
         return {_key(self.space.current)} | {_key(trial.values) for trial in self._asked if trial.arm == arm}
 
     def _untried(self) -> float:
-        return min(self.space.size - len(self._seen(arm)) for arm in ARMS)
+        return min(self.space.size - len(self._seen(arm)) for arm in self.arms)
 
     def _suggest(self, arm: Arm) -> dict[str, Value] | None:
         """A setting this arm has not tried; None when it has tried all."""
@@ -272,6 +285,8 @@ class SearchWorker:
     trials: int = 6
     screen: Callable[[Trial], float | None] | None = None
     name: str = "search"
+    control: bool = True
+    """As in `SearchSession`."""
     last: SearchReport | None = None
 
     def open(self, context: WorkContext) -> SearchSession | None:
@@ -281,7 +296,7 @@ class SearchWorker:
         if not space.tunables:
             return None
         path = context.folder / f"search-{context.base_commit[:12]}.jsonl"
-        return SearchSession(path, space, context.base_commit, self.trials, context.seed, self.name)
+        return SearchSession(path, space, context.base_commit, self.trials, context.seed, self.name, self.control)
 
     def plan(self, context: WorkContext) -> list[Proposal]:
         """Screen the budget and propose the best setting, if one beat the current. Needs `screen`."""

@@ -33,15 +33,17 @@ RATIO_TOLERANCE = 5e-3
 
 def make_app(replay: Replay | None = None) -> typer.Typer:
     """The `memory` command group."""
-    app = typer.Typer(no_args_is_help=True, help="What earlier runs learned.")
+    app = typer.Typer(
+        no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="What earlier runs learned."
+    )
     console = Console()
 
     @app.command()
     def inspect(url: Url = None) -> None:
         """Overview of the store, and how often recall helped."""
         with _open(url) as store:
-            console.print(_overview(store.mechanisms()))
-            stats = store.stats()
+            found, stats = store.mechanisms(), store.stats()
+        console.print(_overview(found) if found else "the memory is empty")
         effects = ", ".join(f"{count} {outcome}" for outcome, count in sorted(stats.effects.items())) or "none"
         console.print(f"effects: {effects}; deployments: {escape(', '.join(stats.deployments)) or 'none'}")
         console.print(f"recall: {stats.helped}")
@@ -92,7 +94,9 @@ def make_app(replay: Replay | None = None) -> typer.Typer:
         problems = check_evidence(stored)
         for problem in problems:
             console.print(f"evidence: {problem}", markup=False)
-        if not problems:
+        if not stored.effects:
+            console.print("evidence: no effect was ever recorded: the mechanism is unproven")
+        elif not problems:
             console.print(
                 f"evidence: {len(stored.effects)} effects agree with their samples; patch matches its checksum"
             )
@@ -102,7 +106,9 @@ def make_app(replay: Replay | None = None) -> typer.Typer:
         if run:
             if replay is None:
                 typer.echo(
-                    "error: this command cannot measure by itself\n  hint: use 'specpilot memory verify'", err=True
+                    "error: a replay was not connected to this command\n"
+                    "  hint: 'specpilot optimize' on the deployment recalls the mechanism and measures it again",
+                    err=True,
                 )
                 raise typer.Exit(2)
             codes = [replay(stored, target) for target in targets]
@@ -119,7 +125,7 @@ def replay_targets(stored: StoredMechanism, deployment: str | None) -> list[str]
 
 def check_evidence(stored: StoredMechanism) -> list[str]:
     """What in the stored evidence contradicts itself; empty when sound."""
-    problems = [] if stored.effects else ["no effect was ever recorded: the mechanism is unproven"]
+    problems = []
     for effect in stored.effects:
         where = f"{effect.deployment} {effect.at:%Y-%m-%d}" if effect.at else effect.deployment
         if not effect.samples:

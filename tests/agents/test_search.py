@@ -169,3 +169,9 @@ def test_session_file_is_plain_json_lines(context):
     lines = [json.loads(line) for line in session.path.read_text().splitlines()]
     assert [next(iter(line)) for line in lines] == ["header", "ask", "tell"]
     assert ENGINE_TOML.count("[tunables.") == 4 and len(lines[0]["header"]["space"]) == 3
+
+
+def test_without_control_all_trials_are_tpes_and_the_report_says_so(context):
+    worker = SearchWorker(trials=3, control=False, screen=lambda trial: score(trial.values))
+    worker.plan(context())
+    assert worker.last.trials == {"tpe": 3} and worker.last.text.endswith("no control was run")

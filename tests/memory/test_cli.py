@@ -75,3 +75,15 @@ def test_unusable_store_exits_3(tmp_path):
     (tmp_path / "file").write_text("x" * 5000)
     result = call("inspect", "--url", str(tmp_path / "file"))
     assert result.exit_code == 3 and "cannot open the memory" in result.output
+
+
+def test_unproven_mechanism_is_no_contradiction(store, mechanism, url):
+    store.add(mechanism(), origin="a")
+    result = call("verify", "bf16_gemm", "--url", url)
+    assert result.exit_code == 0 and "unproven" in result.output
+
+
+def test_empty_memory(store, url):
+    """The shipped seeds are loaded into it; without any the command says so."""
+    result = call("inspect", "--url", url)
+    assert result.exit_code == 0 and ("mechanism" in result.output or "the memory is empty" in result.output)
