@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from specpilot.contracts import Calibration, Candidate, Comparison, Leg, Reason, Verdict
 from specpilot.errors import InfrastructureError
-from specpilot.evaluation.compare import compare
+from specpilot.evaluation.compare import PairEvent, compare
 from specpilot.evaluation.errors import CandidateFailed, blame_candidate
 from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
@@ -112,10 +112,8 @@ def _compare(
     decided = [event.data["decision"] for event in context.journal.events(kind="comparison")]
     level = level_for(len(decided) + 1, decided.count("gain"), context.deployment.measurement.alpha)
 
-    def on_pair(seen: int, ratio: float, low: float, high: float) -> None:
-        context.view.event(
-            "comparison", {"attempt": candidate.attempt_id, "pairs": seen, "ratio": ratio, "low": low, "high": high}
-        )
+    def on_pair(event: PairEvent) -> None:
+        context.view.event("pair", {"attempt": candidate.attempt_id, **event.model_dump()})
 
     comparison, legs = compare(
         base,
@@ -123,6 +121,7 @@ def _compare(
         prompts,
         context.deployment.measurement,
         level,
+        regime=context.deployment.regime,
         on_pair=on_pair,
     )
     context.say("comparison", attempt=candidate.attempt_id, **comparison.model_dump(mode="json"))

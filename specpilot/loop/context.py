@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -90,11 +90,15 @@ class RunContext:
             models=self.resolved,
             deployment=self.deployment,
             log_dir=self.logs / purpose.replace("/", "-"),
-            recorder=lambda pid, pgid, start: self.journal.record_process(pid, pgid, start, purpose),
+            recorder=self.recorder(purpose),
             hidden=self.secret_paths(),
         )
         with server:
             yield server
+
+    def recorder(self, purpose: str) -> Callable[[int, int, float], None]:
+        """Tells the journal of a child process before it runs, so that a later life of the run can end it."""
+        return lambda pid, pgid, start: self.journal.record_process(pid, pgid, start, purpose)
 
     def tree_at(self, commit: str) -> Path:
         """A worktree with exactly the files of `commit`, for serving."""

@@ -17,7 +17,12 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
     first = context.trees.first_commit
     short = head[:12]
     context.say("phase", name="closing", detail="ar, stock, final and final-ar in one session")
-    variants = [("ar", first, "ar"), ("stock", first, "stock"), ("final", head, "final"), ("final-ar", head, "final-ar")]
+    variants = [
+        ("ar", first, "ar"),
+        ("stock", first, "stock"),
+        ("final", head, "final"),
+        ("final-ar", head, "final-ar"),
+    ]
     four: dict[str, Any] = context.journal.step(
         f"final/{short}", lambda: measure_four(context, f"final-{short}", variants, prompts=CLOSING_PROMPTS)
     )

@@ -34,9 +34,7 @@ def fingerprint(context: RunContext) -> str:
     )
 
 
-def learn(
-    context: RunContext, number: int, work: WorkContext, results: list[tuple[Candidate, Assessment]]
-) -> None:
+def learn(context: RunContext, number: int, work: WorkContext, results: list[tuple[Candidate, Assessment]]) -> None:
     """Writes every outcome of a round to memory. Safe to repeat: an effect is stored once."""
     for candidate, assessment in results:
         replayed = candidate.claim.mechanism

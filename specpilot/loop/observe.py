@@ -36,9 +36,7 @@ def profile_engine(context: RunContext, key: str, server: EngineServer) -> GapTa
     tokens = min(context.deployment.timed_tokens(), 96)
 
     def decode(some: list) -> list[Generation]:
-        return [
-            server.client.generate(prompt.ids, max_new_tokens=tokens, prompt_id=prompt.id) for prompt in some
-        ]
+        return [server.client.generate(prompt.ids, max_new_tokens=tokens, prompt_id=prompt.id) for prompt in some]
 
     decode(prompts[:1])
     plain = decode(prompts[1 : 1 + PLAIN_PROMPTS])

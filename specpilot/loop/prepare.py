@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
+from contextlib import ExitStack
 from pathlib import Path
 
 from specpilot.contracts import Calibration
-from specpilot.errors import GateUnsoundError
+from specpilot.deployment import Deployment
+from specpilot.engine_tree import load_engine_spec
+from specpilot.errors import DigestError, UsageError
 from specpilot.evaluation.baselines import measure_variants
 from specpilot.gate.calibrate import calibrate
-from specpilot.gate.selftest import SelfTestResult, self_test
+from specpilot.gate.records import CheatOutcome, SelfTestResult
+from specpilot.gate.selftest import SelfTestContext, require_sound, self_test
+from specpilot.loop.assess import patiently
 from specpilot.loop.context import RunContext
 from specpilot.loop.machine import machine_facts
+from specpilot.loop.observe import time_floor
 from specpilot.loop.records import Prepared
 from specpilot.models import ensure_models
 from specpilot.workspace import Workspace
+
+CALIBRATION_PROMPTS = 12
+CALIBRATION_TOKENS = 48
 
 
 def prepare(context: RunContext) -> None:
@@ -36,7 +46,28 @@ def open_repository(context: RunContext) -> None:
     if (context.run_dir / "repo").exists():
         context.workspace = Workspace.open(context.run_dir)
         return
-    context.workspace = Workspace.create(context.run_dir, context.deployment.engine_tree())
+    tree = context.deployment.engine_tree()
+    context.workspace = Workspace.create(context.run_dir, tree, starting_tunables(tree, context.deployment))
+
+
+def starting_tunables(tree: Path, deployment: Deployment) -> dict[str, str]:
+    """`tunables.toml` with the deployment's starting values; nothing where it sets none."""
+    wanted = deployment.engine.tunables
+    if not wanted:
+        return {}
+    declared = load_engine_spec(tree).tunables
+    for name, value in wanted.items():
+        if name not in declared or not declared[name].allows(value):
+            raise UsageError(
+                f"engine.tunables.{name} = {value!r} is not declared by the engine tree, or outside its range",
+                f"declared: {', '.join(declared) or 'none'}.",
+            )
+    values = {name: tunable.default for name, tunable in declared.items()}
+    path = tree / "tunables.toml"
+    if path.exists():
+        values |= tomllib.loads(path.read_text(encoding="utf-8"))
+    lines = [f"{name} = {json.dumps(value)}" for name, value in (values | wanted).items()]
+    return {"tunables.toml": "\n".join(["# Values of the tunables declared in engine.toml.", *lines]) + "\n"}
 
 
 def _identities(context: RunContext) -> Prepared:
@@ -61,8 +92,6 @@ def _identities(context: RunContext) -> Prepared:
 
 def _assert_same_models(context: RunContext) -> None:
     """A resumed run must continue with the very weights it began with."""
-    from specpilot.errors import DigestError
-
     now, then = context.resolved, context.identity
     for what, new, old in (
         ("target", now.target_sha256, then.target_sha256),
@@ -79,24 +108,65 @@ def calibration(context: RunContext) -> Calibration:
     """What counts as a near-tie: the reference against itself, once per run."""
 
     def run() -> Calibration:
+        prompts = context.prompts("calibrate").take("tuning", CALIBRATION_PROMPTS)
         with context.engine(context.trees.first_commit, "reference", "calibrate") as reference:
-            return calibrate(reference, context.prompts("calibrate"), context.deployment)
+            return calibrate(reference, prompts, context.deployment.gate, max_new_tokens=CALIBRATION_TOKENS)
 
-    result: Calibration = context.journal.step("calibrate", run, model=Calibration)
-    context.say("calibration", **result.model_dump())
+    result: Calibration = context.journal.step(
+        "calibrate", lambda: patiently(context, "calibrate", run), model=Calibration
+    )
+    context.say("calibration", **result.model_dump(mode="json"))
     return result
 
 
 def _self_test(context: RunContext) -> None:
-    def run() -> SelfTestResult:
-        return self_test(context)
+    """The gate against the planted cheats; raises GateUnsoundError if it is fooled."""
+    cheats = context.deployment.gate.cheats
+    if cheats == "none":
+        context.say("note", level="warning", text="the gate was not tested: gate.cheats is 'none'")
+        return
 
-    result: SelfTestResult = context.journal.step("selftest", run, model=SelfTestResult)
-    if not result.passed:
-        raise GateUnsoundError(
-            "the gate failed its own test: " + result.summary(),
-            f"see {context.run_dir / 'journal.db'}; nothing was optimised",
-        )
+    def run() -> SelfTestResult:
+        with context.engine(context.trees.first_commit, "reference", "selftest-reference") as reference:
+            return self_test(
+                SelfTestContext(
+                    deployment=context.deployment,
+                    workspace=context.trees,
+                    spec=context.spec,
+                    models=context.resolved,
+                    pool=context.prompts("selftest"),
+                    reference=reference,
+                    calibration=context.journal.result("calibrate", Calibration),
+                    log_dir=context.logs / "selftest",
+                    floor=time_floor(context),
+                    recorder=context.recorder("selftest"),
+                    on_outcome=lambda outcome: _show(context, outcome),
+                ),
+                cheats,
+            )
+
+    fresh = not context.journal.finished("selftest")
+    result: SelfTestResult = context.journal.step(
+        "selftest", lambda: patiently(context, "selftest", run), model=SelfTestResult
+    )
+    if not fresh:
+        for outcome in result.outcomes:
+            _show(context, outcome)
+    context.say(
+        "selftest-end",
+        passed=result.passed,
+        caught=sum(o.caught for o in result.outcomes),
+        cheats=len(result.outcomes),
+        null_ratio=result.null_ratio,
+        null_low=result.null_low,
+        null_high=result.null_high,
+        seconds=result.seconds,
+    )
+    require_sound(result)
+
+
+def _show(context: RunContext, outcome: CheatOutcome) -> None:
+    context.say("selftest", **outcome.model_dump(mode="json"))
 
 
 def first_baselines(context: RunContext) -> None:
@@ -107,12 +177,8 @@ def first_baselines(context: RunContext) -> None:
     context.journal.step("baselines", lambda: measure_four(context, "baselines", variants, prompts=3))
 
 
-def measure_four(
-    context: RunContext, key: str, variants: list[tuple[str, str, str]], *, prompts: int
-) -> dict:
+def measure_four(context: RunContext, key: str, variants: list[tuple[str, str, str]], *, prompts: int) -> dict:
     """Measures named (name, commit, variant) engines round-robin in one session; returns a JSON-ready dict."""
-    from contextlib import ExitStack
-
     with ExitStack() as stack:
         servers = [
             (name, stack.enter_context(context.engine(commit, variant, f"{key}-{name}")))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specpilot.agents import RecallWorker, Worker, WorkContext
-from specpilot.contracts import AttemptState, Candidate, GapTable, StopReason
+from specpilot.agents import RecallWorker, WorkContext, Worker
+from specpilot.contracts import AttemptState, Candidate, StopReason
 from specpilot.loop.assess import assess
 from specpilot.loop.attempts import settle, supersede
 from specpilot.loop.context import RunContext

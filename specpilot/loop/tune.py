@@ -10,6 +10,7 @@ import math
 from specpilot.agents import SearchWorker, WorkContext
 from specpilot.agents.search import Trial
 from specpilot.evaluation.errors import EngineError
+from specpilot.evaluation.lease import DeviceLease
 from specpilot.evaluation.legs import decode_rate, require_full, run_leg
 from specpilot.evaluation.server import EngineServer
 from specpilot.loop.assess import patiently
@@ -48,9 +49,7 @@ def _search(context: RunContext, number: int, work: WorkContext) -> WorkerResult
     return WorkerResult(worker="search", attempts=attempts, note=session.report().text)
 
 
-def _screen(
-    context: RunContext, key: str, base: EngineServer, work: WorkContext, trial: Trial
-) -> float | None:
+def _screen(context: RunContext, key: str, base: EngineServer, work: WorkContext, trial: Trial) -> float | None:
     """Decode rate of a setting over the base's on the same few prompts, alternating; None if its engine fails."""
     name = f"{key}-trial"
     worktree = context.trees.checkout(name, work.base_commit)
@@ -64,6 +63,7 @@ def _screen(
     def rate(server: EngineServer, index: int) -> float:
         server.thaw()
         try:
+            server.client.flush_cache()
             leg = run_leg(
                 server,
                 batches[index],
@@ -78,11 +78,11 @@ def _screen(
             server.freeze()
 
     try:
-        with context.engine(commit, "final", f"{key}-{trial.number}") as tried:
+        with context.engine(commit, "final", f"{key}-{trial.number}") as tried, DeviceLease("cpu", f"screening {name}"):
             rate(tried, 0)
             logs = [math.log(rate(tried, i) / rate(base, i)) for i in range(1, SCREENING_PROMPTS + 1)]
     except EngineError as error:
-        if base.frozen and base.alive():
+        if base.child.poll() is None:
             context.say("note", level="info", text=f"search: {trial.values} failed: {error.message.splitlines()[0]}")
             return None
         raise

@@ -1,0 +1,204 @@
+"""From the journal to the report's data: nothing is measured, started or decided here."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from specpilot.contracts import AttemptState, Calibration, GapTable
+from specpilot.gate.records import SelfTestResult
+from specpilot.journal import AttemptRow, Event
+from specpilot.loop.context import RunContext
+from specpilot.loop.records import Merged
+from specpilot.report.data import (
+    Command,
+    Fate,
+    Figure,
+    MemoryUse,
+    Moment,
+    Ratio,
+    ReportData,
+    SelfTest,
+    Step,
+)
+
+SHOWN_EVENTS = ("phase", "merge", "note", "trial")
+
+
+def report_data(context: RunContext) -> ReportData:
+    """Everything that the summary and the HTML show, for a finished run or one that ended early."""
+    journal = context.journal
+    meta = journal.meta()
+    machine = _result(context, "machine") or {}
+    four = _closing(context) or {}
+    rows = journal.attempts()
+    fates = [_fate(row) for row in rows]
+    steps = merged_steps(context)
+    tables = gap_tables(context)
+    return ReportData(
+        deployment=context.deployment.name,
+        run_id=context.meta.run_id,
+        version=context.meta.version,
+        created=context.meta.created,
+        finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        summary=_summary(context),
+        stop_reason=str(meta.get("stop_reason", "")),
+        elapsed_s=context.budget.elapsed_s(),
+        limit_s=context.budget.limit_s,
+        rounds=sum(1 for row in journal.steps() if row.key.endswith("/result") and row.finished),
+        hardware=machine.get("hardware", {}),
+        software=machine.get("software", {}),
+        figures=[Figure.model_validate(value) for value in four.get("variants", {}).values()],
+        ratios=[Ratio.model_validate(value) for value in four.get("ratios", [])],
+        steps=steps,
+        attempts=fates,
+        gaps_before=tables[0] if tables else None,
+        gaps_after=_final_gaps(context),
+        calibration=_record(context, "calibrate", Calibration),
+        self_test=_self_test(context),
+        memory=memory_use(rows, steps),
+        trials=len(journal.events(kind="trial")),
+        events=[Moment(at=e.at, kind=e.kind, text=_words(e)) for e in journal.events() if e.kind in SHOWN_EVENTS],
+        commands=_commands(context),
+        notes=_notes(context),
+        run_dir=str(context.run_dir),
+    )
+
+
+def merged_steps(context: RunContext) -> list[Step]:
+    """Accepted changes in the order in which they were laid on the engine, with the gain of each."""
+    found = []
+    for row in context.journal.steps():
+        if not (row.finished and "/merge" in row.key) or row.key.endswith("/assess"):
+            continue
+        merged: Merged = context.journal.result(row.key, Merged)
+        if merged.merged and merged.gain is not None:
+            attempt = context.journal.attempt(merged.attempt_id)
+            found.append(
+                Step(
+                    attempt_id=merged.attempt_id,
+                    mechanism=_mechanism(attempt),
+                    component=attempt.component,
+                    gain=merged.gain,
+                    low=merged.low,
+                    high=merged.high,
+                )
+            )
+    return found
+
+
+def gap_tables(context: RunContext) -> list[GapTable]:
+    """Gap tables of the rounds, oldest first."""
+    keys = [row.key for row in context.journal.steps() if row.finished and row.key.endswith("/observe")]
+    return [context.journal.result(key, GapTable) for key in keys]
+
+
+def memory_use(rows: list[AttemptRow], steps: list[Step]) -> MemoryUse:
+    """How much recall helped this run, counted from the attempts alone."""
+    recalled = [row for row in rows if row.worker == "recall"]
+    accepted = [row for row in recalled if (row.data.get("assessment") or {}).get("accepted")]
+    merged = {row.id for row in recalled if row.state is AttemptState.merged}
+    gain = 1.0
+    for step in steps:
+        gain *= step.gain if step.attempt_id in merged else 1.0
+    return MemoryUse(
+        recalled=len(recalled),
+        tried=sum(1 for row in recalled if row.data.get("assessment")),
+        accepted=len(accepted),
+        merged=len(merged),
+        gain=gain if merged else None,
+        mechanisms=[step.name for step in steps if step.attempt_id in merged],
+        learned=sum(1 for row in rows if (row.data.get("assessment") or {}).get("comparison")),
+    )
+
+
+def _fate(row: AttemptRow) -> Fate:
+    candidate = row.data.get("candidate") or {}
+    claim = candidate.get("claim") or {}
+    assessment = row.data.get("assessment") or {}
+    return Fate(
+        id=row.id,
+        round=row.round,
+        worker=row.worker,
+        component=row.component,
+        state=row.state.value,
+        reason=row.reason.value if row.reason else None,
+        detail=row.detail,
+        mechanism=_mechanism(row),
+        hypothesis=claim.get("hypothesis") or str(row.data.get("task") or ""),
+        predicted_gain=claim.get("predicted_gain"),
+        commit=candidate.get("commit", ""),
+        comparison=assessment.get("comparison"),
+        verdict=assessment.get("verdict"),
+    )
+
+
+def _mechanism(row: AttemptRow) -> str | None:
+    claim = (row.data.get("candidate") or {}).get("claim") or {}
+    remember = row.data.get("remember") or {}
+    return claim.get("mechanism") or remember.get("name")
+
+
+def _closing(context: RunContext) -> dict[str, Any] | None:
+    head = context.journal.meta().get("final_head")
+    return _result(context, f"final/{head[:12]}") if head else _result(context, "baselines")
+
+
+def _final_gaps(context: RunContext) -> GapTable | None:
+    head = context.journal.meta().get("final_head")
+    return _record(context, f"final/{head[:12]}/gaps", GapTable) if head else None
+
+
+def _self_test(context: RunContext) -> SelfTest | None:
+    result = _record(context, "selftest", SelfTestResult)
+    return None if result is None else SelfTest.model_validate(result.model_dump(mode="json"))
+
+
+def _result(context: RunContext, key: str) -> Any:
+    return context.journal.result(key) if context.journal.finished(key) else None
+
+
+def _record(context: RunContext, key: str, model: Any) -> Any:
+    return context.journal.result(key, model) if context.journal.finished(key) else None
+
+
+def _summary(context: RunContext) -> str:
+    deployment = context.deployment
+    regime = deployment.regime
+    sampling = "greedy" if regime.temperature == 0 else f"temperature {regime.temperature:g}"
+    return (
+        f"Target {context.identity.architecture} ({context.identity.target_sha256[:12]}), "
+        f"drafter {deployment.drafter.method.value}, {regime.concurrency} request(s) at a time, "
+        f"{deployment.timed_tokens()} timed tokens per answer, {sampling}."
+    )
+
+
+def _notes(context: RunContext) -> list[str]:
+    notes = [str(e.data["text"]) for e in context.journal.events(kind="note") if e.data.get("level") == "warning"]
+    if context.deployment.gate.cheats == "none":
+        notes.append("The gate was not tested against planted cheats in this run.")
+    for table in gap_tables(context)[:1]:
+        notes += table.warnings
+    return list(dict.fromkeys(notes))
+
+
+def _commands(context: RunContext) -> list[Command]:
+    run = context.meta.run_id
+    return [
+        Command(what="Run it again", command=f"specpilot optimize --deployment {context.meta.deployment_path}"),
+        Command(what="Take the engine", command=f"specpilot export {run} --to engine"),
+        Command(what="Review the changes", command=f"specpilot export {run} --to patches --format patches"),
+        Command(what="See what was learned", command="specpilot memory inspect"),
+    ]
+
+
+def _words(event: Event) -> str:
+    data = event.data
+    if event.kind == "phase":
+        return f"{data.get('name')}: {data.get('detail')}"
+    if event.kind == "merge":
+        outcome = "merged" if data.get("merged") else f"left out ({data.get('reason')})"
+        return f"{data.get('mechanism') or data.get('attempt_id')}: {outcome}"
+    if event.kind == "trial":
+        return f"search tried {data.get('values')}: {data.get('ratio')}"
+    return str(data.get("text", ""))
