@@ -190,7 +190,8 @@ def _pip_download(requirement: str, into: Path) -> None:
             timeout=FETCH_TIMEOUT_S,
             check=False,
         )
-        said = (done.stderr.strip() or done.stdout.strip())[-800:]
+        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        said = ("; ".join(errors) or done.stderr.strip() or done.stdout.strip())[-800:]
         failed = done.returncode != 0
     except subprocess.TimeoutExpired:
         failed, said = True, f"pip did not end within {FETCH_TIMEOUT_S:.0f} s"

