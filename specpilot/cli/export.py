@@ -40,8 +40,10 @@ def export(
         raise UsageError(f"{destination} exists and is not an empty folder", "give a new folder as --to.")
     from specpilot.export import export_run
 
-    export_run(folder, destination, format=str(format))
-    typer.echo(f"exported to {destination}")
+    result = export_run(folder, destination, format=str(format))
+    typer.echo(f"exported to {destination}: {result.files} files, {len(result.mechanisms)} merged changes")
+    if format is Format.engine:
+        typer.echo(f"digest of evidence/SHA256SUMS, for `verify.sh --expect`: {result.sums_sha256}")
 
 
 def report(run: RunName = "latest") -> None:
