@@ -10,7 +10,17 @@ from pathlib import Path
 
 import psutil
 
-from specpilot.errors import EnvironmentProblem, UsageError, disk_full_named
+from specpilot.errors import (
+    DiskFullError,
+    EnvironmentProblem,
+    SpecPilotError,
+    UsageError,
+    disk_full_named,
+    is_disk_full,
+)
+
+FULL_BYTES = 1 << 20
+"""A failure with less free space than this is a failure for lack of space."""
 
 
 @contextmanager
@@ -36,8 +46,14 @@ def staged(to: Path) -> Iterator[Path]:
             yield scratch
             _need_empty(to)
             os.replace(scratch, to)
-        except BaseException:
+        except BaseException as error:
+            full = shutil.disk_usage(to.parent).free < FULL_BYTES
             shutil.rmtree(scratch, ignore_errors=True)
+            if full and isinstance(error, SpecPilotError) and not is_disk_full(error):
+                # Programs that we call (git) word a full disk in many ways; the disk itself tells.
+                raise DiskFullError(
+                    f"no space left on the disk that holds {to.parent}", "free some space there, then export again."
+                ) from error
             raise
 
 

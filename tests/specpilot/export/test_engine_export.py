@@ -259,6 +259,21 @@ def test_full_disk_leaves_nothing(shared_run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out.part-*"))
 
 
+def test_really_full_disk(shared_run, tmp_path):
+    """On a file system of 24 KiB: git is the first to fail, in its own words."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        with pytest.raises(DiskFullError, match="no space left"):
+            export_run(shared_run.folder, small / "out")
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
 def test_unwritable_parent(shared_run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem):
