@@ -1,0 +1,328 @@
+"""The server as a process: both APIs, the official client, wrong input, and an orderly end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.engines.slim.conftest import TREE
+from tests.engines.slim.support import engine, run
+
+PROMPT = [7, 9, 11, 200, 31]
+
+
+def _start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(TREE), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-m", "slim_engine.server", "--threads", "1", *arguments]
+    return subprocess.Popen(command, cwd=TREE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(llama: Path, drafter: Path) -> Iterator[str]:
+    port = _free_port()
+    process = _start(
+        *("--target", str(llama), "--drafter", str(drafter), "--port", str(port), "--max-len", "256"),
+        *("--variant", "stock", "--name", "tiny"),
+        SPECPILOT_COMMIT="abc123",
+    )
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        assert process.poll() is None, process.communicate()[1]
+        try:
+            httpx.get(f"{url}/health").raise_for_status()
+            break
+        except httpx.TransportError:
+            time.sleep(0.1)
+    yield url
+    process.send_signal(signal.SIGTERM)
+    assert "Traceback" not in process.communicate(timeout=20)[1]
+    assert process.returncode == 0
+
+
+def _generate(url: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/generate", json=body, timeout=60)
+
+
+def _greedy(tokens: int = 20, **more: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **more}
+
+
+@pytest.fixture(scope="module")
+def truth(llama: Path) -> list[int]:
+    return run(engine(llama), [PROMPT], max_new_tokens=60, ignore_eos=True)[0].output_ids
+
+
+def test_generate(server: str, truth: list[int]) -> None:
+    answer = _generate(server, input_ids=PROMPT, sampling_params=_greedy(60), rid="mine").json()
+    assert answer["output_ids"] == truth
+    meta = answer["meta_info"]
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 5, 60)
+    assert meta["finish_reason"] == {"type": "length", "length": 60}
+    assert meta["spec_accept_length"] == pytest.approx(59 / meta["spec_verify_ct"])
+
+
+def test_stream_holds_only_new_ids(server: str, truth: list[int]) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": _greedy(60), "stream": True}
+    with httpx.stream("POST", f"{server}/generate", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line[6:] for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    assert [t for e in events for t in e["output_ids"]] == truth
+    assert (
+        "".join(e["text"] for e in events)
+        == _generate(server, input_ids=PROMPT, sampling_params=_greedy(60)).json()["text"]
+    )
+    assert [e["meta_info"]["finish_reason"] is None for e in events] == [True] * (len(events) - 1) + [False]
+    assert (
+        len(events) == events[-1]["meta_info"]["spec_verify_ct"] + 1
+    )  # one event per round, and one for the first token
+
+
+def test_scoring(server: str, truth: list[int]) -> None:
+    sampling = {"max_new_tokens": 0, "temperature": 0}
+    body = {"input_ids": PROMPT + truth, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
+    meta = _generate(server, **body, logprob_start_len=len(PROMPT) - 1).json()["meta_info"]
+    entries, tops = meta["input_token_logprobs"], meta["input_top_logprobs"]
+    assert entries[0] == [None, PROMPT[-1], None] and tops[0] is None
+    assert [e[1] for e in entries[1:]] == truth == [t[0][1] for t in tops[1:]]
+    assert all(e[0] == t[0][0] and t[0][0] >= t[1][0] for e, t in zip(entries[1:], tops[1:], strict=True))
+    assert _generate(server, **body).json()["meta_info"]["input_token_logprobs"] == []
+    whole = _generate(server, **body, logprob_start_len=0, return_text_in_logprobs=True).json()["meta_info"]
+    assert len(whole["input_token_logprobs"]) == len(PROMPT + truth)
+    assert isinstance(whole["input_token_logprobs"][5][2], str)
+
+
+def test_several_at_once_give_the_same_tokens(server: str, llama: Path) -> None:
+    prompts = [[i, i + 1, 2 * i, 5] for i in range(10, 22)]
+    want = [r.output_ids for r in run(engine(llama), prompts, max_new_tokens=30, ignore_eos=True)]
+    with ThreadPoolExecutor(12) as pool:
+        got = list(
+            pool.map(
+                lambda p: _generate(server, input_ids=p, sampling_params=_greedy(30)).json()["output_ids"], prompts
+            )
+        )
+    assert got == want
+
+
+def test_server_info(server: str) -> None:
+    info = httpx.get(f"{server}/server_info").json()
+    assert info == httpx.get(f"{server}/get_server_info").json()
+    assert (info["engine"], info["commit"], info["variant"], info["threads"]) == ("slim", "abc123", "stock", 1)
+    assert info["drafter"]["method"] == "dflash" and info["drafter"]["block_size"] == 8
+    assert len(info["target"]["sha256"]) == len(info["drafter"]["sha256"]) == len(info["tree_digest"]) == 64
+    _generate(server, input_ids=PROMPT, sampling_params=_greedy(11))
+    after = httpx.get(f"{server}/server_info").json()
+    assert after["counters"]["committed_tokens"] - info["counters"].get("committed_tokens", 0) == 10
+    assert after["accepted_length"] == after["counters"]["committed_tokens"] / after["counters"]["rounds"]
+    assert httpx.post(f"{server}/flush_cache").status_code == 200
+
+
+def test_profile(server: str, tmp_path: Path) -> None:
+    assert httpx.post(f"{server}/stop_profile").status_code == 400
+    assert httpx.post(f"{server}/start_profile", json={"output_dir": str(tmp_path / "p")}).status_code == 200
+    assert httpx.post(f"{server}/start_profile").status_code == 400
+    _generate(server, input_ids=PROMPT, sampling_params=_greedy(8))
+    trace = Path(httpx.post(f"{server}/stop_profile").json()["trace"])
+    assert trace.parent == tmp_path / "p"
+    assert any(e["name"] == "round" for e in json.loads(trace.read_text())["traceEvents"])
+    (tmp_path / "file").write_text("")
+    assert httpx.post(f"{server}/start_profile", json={"output_dir": str(tmp_path / "file")}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "exactly one of text and input_ids"),
+        ({"text": "a", "input_ids": [5]}, "exactly one"),
+        ({"input_ids": []}, "prompt is empty"),
+        ({"text": ""}, "prompt is empty"),
+        ({"input_ids": [5, 260]}, "from 0 to 259"),
+        ({"input_ids": [-1]}, "from 0 to 259"),
+        ({"input_ids": ["a"]}, "input_ids"),
+        ({"input_ids": [5] * 250, "sampling_params": {"max_new_tokens": 7}}, "exceed"),
+        ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"input_ids": [5], "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        ({"input_ids": [5], "sampling_params": {"max_tokens": 3}}, "max_tokens"),
+        ({"input_ids": [5], "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty is not supported"),
+        ({"input_ids": [5], "sampling_params": {"stop": ""}}, "stop"),
+        ({"input_ids": [5], "return_logprob": True, "logprob_start_len": 2}, "beyond"),
+        ({"input_ids": [5], "strem": True}, "strem"),
+    ],
+)
+def test_wrong_input(server: str, body: dict[str, Any], words: str) -> None:
+    answer = _generate(server, **body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_wrong_json_and_paths(server: str) -> None:
+    assert (
+        httpx.post(f"{server}/generate", content=b"{", headers={"content-type": "application/json"}).status_code == 400
+    )
+    assert httpx.get(f"{server}/nowhere").status_code == 404
+    assert httpx.get(f"{server}/generate").status_code == 405
+
+
+def test_a_client_that_leaves_frees_its_slot(server: str) -> None:
+    before = httpx.get(f"{server}/server_info").json()["counters"]["requests"]
+    for _ in range(9):  # one more than --max-requests
+        with httpx.stream(
+            "POST", f"{server}/generate", json={"input_ids": PROMPT, "sampling_params": _greedy(240), "stream": True}
+        ) as answer:
+            next(answer.iter_lines())
+    assert _generate(server, input_ids=PROMPT, sampling_params=_greedy(3)).status_code == 200
+    for _ in range(100):
+        if httpx.get(f"{server}/server_info").json()["counters"]["requests"] == before + 10:
+            return
+        time.sleep(0.1)
+    raise AssertionError("requests of departed clients are still running")
+
+
+@pytest.fixture(scope="module")
+def client(server: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_openai_models(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["tiny"]
+
+
+def test_openai_completions(client: openai.OpenAI, server: str, truth: list[int]) -> None:
+    extra = {"ignore_eos": True}
+    want = _generate(server, input_ids=PROMPT, sampling_params=_greedy(30)).json()["text"]
+    done = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=30, temperature=0, logprobs=2, extra_body=extra
+    )
+    assert done.choices[0].text == want
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage is not None and (done.usage.prompt_tokens, done.usage.completion_tokens) == (5, 30)
+    assert done.choices[0].logprobs is not None and len(done.choices[0].logprobs.token_logprobs or []) == 30
+    pieces = list(
+        client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=30, temperature=0, stream=True, extra_body=extra
+        )
+    )
+    assert "".join(p.choices[0].text for p in pieces) == want
+    assert pieces[-1].choices[0].finish_reason == "length"
+
+
+def test_openai_stop_string(client: openai.OpenAI) -> None:
+    whole = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=60, temperature=0, extra_body={"ignore_eos": True}
+    )
+    text = whole.choices[0].text
+    at = next(i for i in range(5, len(text) - 2) if text[i : i + 2].isprintable() and text[i : i + 2].isascii())
+    stop = text[at : at + 2]
+    cut = text[: text.index(stop)]
+    options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stop": [stop]}
+    done = client.completions.create(**options, extra_body={"ignore_eos": True})
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (cut, "stop")
+    pieces = list(client.completions.create(**options, stream=True, extra_body={"ignore_eos": True}))
+    assert "".join(p.choices[0].text for p in pieces) == cut
+    assert pieces[-1].choices[0].finish_reason == "stop"
+
+
+def test_openai_chat(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    options: Any = {
+        "model": "tiny",
+        "messages": messages,
+        "max_completion_tokens": 25,
+        "temperature": 0,
+        "logprobs": True,
+    }
+    done = client.chat.completions.create(**options, top_logprobs=2)
+    text = done.choices[0].message.content
+    assert done.choices[0].message.role == "assistant"
+    assert done.usage is not None and done.usage.prompt_tokens == len(
+        "+user\nhello+\n+assistant\n"
+    )  # + for a special token, one token per byte
+    assert (
+        done.choices[0].logprobs is not None
+        and len(done.choices[0].logprobs.content or []) == done.usage.completion_tokens
+    )
+    stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    pieces = list(stream)
+    assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == text
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert pieces[-1].usage is not None and pieces[-1].usage.total_tokens == done.usage.total_tokens
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"messages": []},
+        {"messages": [{"content": "no role"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"n": 2},
+        {"tools": [{"type": "function"}]},
+        {"temperature": 9},
+        {"max_tokens": 100000},
+    ],
+)
+def test_openai_wrong_input(client: openai.OpenAI, change: dict[str, Any]) -> None:
+    options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **change}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**options)
+    assert caught.value.body
+
+
+def test_port_in_use(server: str, llama: Path) -> None:
+    process = _start("--target", str(llama), "--port", server.rsplit(":", 1)[1])
+    assert process.wait(60) == 3
+    error = process.communicate()[1]
+    assert "cannot listen" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("arguments", [["--target", "/nowhere"], ["--target", "{llama}", "--drafter", "/nowhere"]])
+def test_missing_checkpoint(llama: Path, arguments: list[str]) -> None:
+    process = _start(*[a.format(llama=llama) for a in arguments], "--port", "0")
+    assert process.wait(60) == 2
+    error = process.communicate()[1]
+    assert "/nowhere is not a folder" in error and "Traceback" not in error
+
+
+def test_sigterm_during_generation(llama: Path) -> None:
+    """The stream ends with an abort, the process with 0, within seconds."""
+    port = _free_port()
+    process = _start("--target", str(llama), "--port", str(port), "--max-len", "512")
+    for _ in range(600):
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
+            break
+        except httpx.TransportError:
+            time.sleep(0.1)
+    body = {"input_ids": PROMPT, "sampling_params": _greedy(500), "stream": True}
+    with httpx.stream("POST", f"http://127.0.0.1:{port}/generate", json=body, timeout=30) as answer:
+        next(answer.iter_lines())
+        process.send_signal(signal.SIGTERM)
+        try:
+            for _ in answer.iter_lines():
+                pass
+        except httpx.TransportError:
+            pass
+    assert process.wait(15) == 0
+    assert "Traceback" not in process.communicate()[1]
