@@ -15,12 +15,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help optimize install test lint clean
+.PHONY: help optimize install test test-cheats lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make optimize   create $(VENV), install, fetch the model, run the main job"
 	@echo "make test       create $(VENV), run the tests"
+	@echo "make test-cheats  run every planted cheat against the gate (minutes)"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove $(VENV) and build output (runs and models stay)"
 
@@ -51,9 +52,14 @@ optimize: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-cheats: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m cheats tests/specpilot/gate
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy specpilot
+	cd engines/slim && MYPYPATH=. $(abspath $(BIN))/mypy --config-file ../../pyproject.toml \
+		--explicit-package-bases --cache-dir ../../.mypy_cache/slim slim_engine
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -183,8 +183,8 @@ class GateSettings(Section):
     """Concurrencies of the gate's own pass."""
     natural_stop_prompts: int = Field(4, ge=0)
     """Prompts answered without a forced length, to compare stop behaviour."""
-    cheats: Literal["all", "none"] | list[str] = "all"
-    """Planted cheats the gate must reject before round 1: all, none, or names."""
+    cheats: Literal["all", "quick", "none"] | list[str] = "quick"
+    """Planted cheats the gate must reject before round 1: all, quick (one per way to cheat), none, or names."""
 
     @field_validator("hidden_concurrencies")
     @classmethod

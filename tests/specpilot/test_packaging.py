@@ -60,7 +60,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources, links kept: building leaves files behind."""
     copy = tmp_path_factory.mktemp("checkout") / "specpilot"
     copy.mkdir()
-    skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", ".*_cache")
     for name in ("specpilot", *LINKS):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
