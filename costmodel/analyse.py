@@ -12,7 +12,7 @@ from .drafters import drafter_shape
 from .gaps import GapTable, gap_table
 from .hardware import Hardware
 from .roofline import RoundBound, bounds_by_format, round_bound
-from .shapes import DrafterShape, TargetShape
+from .shapes import SCOPES, DrafterShape, TargetShape
 from .targets import Config, target_shape
 from .trace import Profile, attribute, load_events
 
@@ -60,9 +60,10 @@ def analyse(
     profile: Profile | None = None
     if trace_path is not None:
         events = load_events(trace_path)
+        names = {**{name: name for name in SCOPES}, **(scopes or {})}
+        regime = observed(regime, attribute(events, (), scopes=names), drafter)
         expected = [work.component for work in round_work(target, drafter, regime)]
-        profile = attribute(events, expected, scopes=scopes)
-        regime = observed(regime, profile)
+        profile = attribute(events, expected, scopes=names)
     bound = round_bound(round_work(target, drafter, regime), hardware, compute=compute)
     described: dict[str, Any] = {
         **hardware.as_dict(),
@@ -92,15 +93,22 @@ def analyse(
     )
 
 
-def observed(regime: Regime, profile: Profile) -> Regime:
-    """The regime with what the trace's rounds report in place of what was assumed."""
+def observed(regime: Regime, profile: Profile, drafter: DrafterShape | None = None) -> Regime:
+    """The regime with what the trace's rounds report in place of what was assumed.
+
+    A draft pass is assumed where drafting took time, or more than one row was verified.
+    """
     requests = max(1, round(profile.requests)) if profile.requests else regime.requests
     rows = max(1, round(profile.rows / requests)) if profile.rows else regime.rows
     context = round(profile.context_len) if profile.context_len is not None else regime.context_len
+    drafting = any(time > 0 for name, time in profile.component_ms.items() if name.startswith("draft."))
+    block = drafter.block_size if drafter is not None and drafting else None
     return replace(
         regime,
         rows=rows,
         requests=requests,
         context_len=context,
         accepted_length=profile.accepted_length or regime.accepted_length,
+        draft_rows=round(profile.draft_rows) if profile.draft_rows else regime.draft_rows or block,
+        draft_vocab=round(profile.draft_vocab) if profile.draft_vocab else regime.draft_vocab,
     )

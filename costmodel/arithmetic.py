@@ -43,7 +43,8 @@ class Regime:
     kv_bits: float = 16.0
     activation_bits: float = 32.0
     draft_rows: int | None = None
-    """Block tokens per request in the draft pass; None: the drafter's block size."""
+    """Block tokens per request in the draft pass; None: the drafter's block size if more than one row is verified,
+    else no draft pass."""
     accepted_length: float = 1.0
     """Tokens committed per round: so many context rows enter the drafter's caches."""
     draft_vocab: int | None = None
@@ -91,7 +92,7 @@ class Work:
 def round_work(target: TargetShape, drafter: DrafterShape | None, regime: Regime) -> list[Work]:
     """Return the work of one decode round, one entry per component, in the order of the round."""
     parts = _target_pass(target, regime)
-    if drafter is not None and regime.rows > 1:
+    if drafter is not None and (regime.rows > 1 or regime.draft_rows):
         if drafter.hidden != target.hidden:
             raise CostModelError(
                 f"drafter hidden size {drafter.hidden} differs from the target's {target.hidden}: not its drafter"

@@ -15,15 +15,15 @@ _LIMIT_STYLE = {"bandwidth": "cyan", "compute": "magenta", "launch": "yellow"}
 def rich_table(table: GapTable, *, title: str | None = None) -> RenderableType:
     """The gap table for the terminal; measured columns are left out where nothing was measured."""
     measured = table.round_ms > 0 and any(row.measured_ms for row in table.rows)
-    grid = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False, box=None)
-    grid.add_column("component")
+    grid = Table(header_style="bold", pad_edge=False, box=None)
+    grid.add_column("component", no_wrap=True)
     if measured:
-        grid.add_column("measured ms", justify="right")
-    grid.add_column("bound ms", justify="right")
-    grid.add_column("limit")
+        grid.add_column("ms", justify="right", no_wrap=True)
+    grid.add_column("bound ms", justify="right", no_wrap=True)
+    grid.add_column("limit", no_wrap=True)
     if measured:
-        for name in ("of bound", "share", "recoverable ms", "expected gain"):
-            grid.add_column(name, justify="right")
+        for name in ("of bound", "share", "recoverable", "worth"):
+            grid.add_column(name, justify="right", no_wrap=True)
     for row in table.rows:
         if not measured and row.bound_ms == 0:
             continue
@@ -39,9 +39,10 @@ def rich_table(table: GapTable, *, title: str | None = None) -> RenderableType:
             Text(f"{row.ratio:.0%}" if row.bound_ms and row.measured_ms else "-", style="red" if row.ratio > 1 else ""),
             f"{row.share:.1%}",
             f"{row.recoverable_ms:.3f}",
-            f"{row.expected_gain:.3f}x",
+            f"{row.expected_gain:.2f}x",
         )
-    parts: list[RenderableType] = [grid, Text(summary(table), style="bold")]
+    parts: list[RenderableType] = [Text(title, style="bold")] if title else []
+    parts += [grid, Text(summary(table), style="bold")]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in table.warnings]
     return Group(*parts)
 

@@ -48,6 +48,10 @@ class Profile:
     context_len: float | None
     accepted_length: float | None
     """Committed tokens per round and request (mean), where the rounds say so."""
+    draft_rows: float | None = None
+    """Median block tokens per request in the draft pass, where the rounds say so."""
+    draft_vocab: float | None = None
+    """Median rows of the draft head, where the rounds say so (a reduced draft head should)."""
     warnings: tuple[str, ...] = ()
 
 
@@ -137,6 +141,8 @@ def attribute(
         requests=_median_arg(rounds, "requests"),
         context_len=_median_arg(rounds, "context_len"),
         accepted_length=_mean_committed(rounds),
+        draft_rows=_median_arg(rounds, "draft_rows"),
+        draft_vocab=_median_arg(rounds, "draft_vocab"),
         warnings=tuple(warnings),
     )
 

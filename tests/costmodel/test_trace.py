@@ -174,6 +174,33 @@ def test_analyse_end_to_end_takes_the_regime_from_the_rounds(tmp_path: Path):
     assert json.loads(json.dumps(table.as_dict()))["rows"]
 
 
+def test_an_autoregressive_trace_expects_no_drafting(tmp_path: Path):
+    trace = tmp_path / "trace.json"
+    alone = [event("round", 0, 900, rows=1, requests=1, committed=1), event("target.mlp", 0, 800)]
+    trace.write_text(json.dumps(alone))
+    table = analyse(trace, SMOLLM2_135M, SMOL_DFLASH, TOY, Regime(rows=8, accepted_length=3))
+    assert not [row for row in table.rows if row.component.startswith("draft.")]
+    assert not any("draft" in warning for warning in table.warnings)
+    assert table.hardware["regime"]["rows"] == 1 and table.accepted_length == 1.0
+    # drafting that verified nothing still has a bound
+    trace.write_text(json.dumps([*alone, event("draft.mlp", 800, 100)]))
+    table = analyse(trace, SMOLLM2_135M, SMOL_DFLASH, TOY, Regime(rows=8))
+    assert next(row for row in table.rows if row.component == "draft.mlp").bound_ms > 0
+
+
+def test_rounds_may_name_a_reduced_draft_head(tmp_path: Path):
+    trace = tmp_path / "trace.json"
+    whole = [event("round", 0, 900, rows=8, requests=1, committed=3), event("draft.head", 0, 100)]
+    reduced = [{**whole[0], "args": {**whole[0]["args"], "draft_vocab": 4096, "draft_rows": 5}}, whole[1]]
+    bounds_of = []
+    for events in (whole, reduced):
+        trace.write_text(json.dumps(events))
+        table = analyse(trace, SMOLLM2_135M, SMOL_DFLASH, TOY, Regime(rows=8))
+        head = next(row for row in table.rows if row.component == "draft.head")
+        bounds_of.append(table.hardware["operations"][head.component])
+    assert bounds_of == [2 * 7 * 49152 * 576, 2 * 4 * 4096 * 576]
+
+
 def test_table_without_measurement_has_bounds_only(tmp_path: Path):
     table = analyse(None, SMOLLM2_135M, "ngram", TOY, Regime(rows=8))
     assert table.round_ms == 0.0 and table.share_of_bound == 0.0 and table.bound_ms > 0
@@ -186,5 +213,5 @@ def test_rendering_shows_every_component_and_warning():
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(rich_table(table, title="now"))
     text = console.export_text()
-    for word in ("draft.mlp", "target.mlp", "host", "150%", "model is wrong", "recoverable ms"):
+    for word in ("draft.mlp", "target.mlp", "host", "150%", "model is wrong", "recoverable"):
         assert word in text
