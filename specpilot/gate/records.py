@@ -30,7 +30,7 @@ class GatePolicy(Record):
     """Confidence of the binomial bounds, both when the limit is set and when a candidate is held to it."""
     time_slack: float = 0.10
     """A decode round may come out this share faster than the floor before it is called impossible."""
-    engagement_share: float = 0.5
+    engagement_share: float = 0.25
     """A claimed counter must grow at least this often per decode round."""
     startup_factor: float = 5.0
     """A start-up longer than this multiple of the base's ..."""

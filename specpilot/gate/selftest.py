@@ -64,7 +64,7 @@ def self_test(context: SelfTestContext, cheats: str | Iterable[str] = "quick") -
     engine itself fails: infrastructure.
     """
     began = time.monotonic()
-    bench = _bench(context)
+    bench = make_bench(context)
     base_leg, honest, comparison = _alone(context, bench)
     chosen = _select(context, cheats, base_leg, bench.policy)
     bench = replace(bench, base_legs=[base_leg]).with_threads(_threads(context.deployment) // context.parallel)
@@ -103,7 +103,8 @@ def require_sound(result: SelfTestResult) -> None:
     )
 
 
-def _bench(context: SelfTestContext) -> Bench:
+def make_bench(context: SelfTestContext) -> Bench:
+    """The bench of a self-test: short answers to the four shortest of a batch of tuning prompts."""
     policy = policy_of(context.deployment.gate).model_copy(
         update={"hidden_tokens": TOKENS, "natural_tokens": TOKENS, "stop_after_violations": 1}
     )
@@ -148,7 +149,7 @@ def _alone(context: SelfTestContext, bench: Bench) -> tuple[Leg, list[CheatOutco
                 comparison = _a_against_a(context, bench, base, tree, commit) if context.aa_pairs else None
             finally:
                 context.reference.thaw()
-        honest = [try_honest(replace(bench, base_legs=[leg]), tree, commit)]
+            honest = [try_honest(base, replace(bench, base_legs=[leg]))]
     finally:
         context.workspace.remove("self-test-base")
     return leg, honest, comparison

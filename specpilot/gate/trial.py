@@ -124,7 +124,7 @@ def gather(server: EngineServer, bench: Bench, stages: frozenset[Stage]) -> tupl
 def try_engine(
     name: str, tree: Path, candidate: Candidate, bench: Bench, stages: frozenset[Stage], diff: DiffReport | None
 ) -> Verdict:
-    """Start `tree`, gather evidence, judge."""
+    """Start `tree`, gather evidence, stop it, judge."""
     if diff is not None and not diff.passed:
         return rejection(diff.reason or Reason.outside_editable, diff.detail)
     try:
@@ -132,6 +132,13 @@ def try_engine(
             legs, hidden = gather(server, bench, stages)
     except CandidateFailed as error:
         return rejection(error.reason, error.detail)
+    return judge_evidence(candidate, bench, legs, hidden, diff)
+
+
+def judge_evidence(
+    candidate: Candidate, bench: Bench, legs: list[Leg], hidden: HiddenPass, diff: DiffReport | None = None
+) -> Verdict:
+    """`judge` with the bench's reference, calibration and limits."""
     return judge(
         candidate,
         legs,
@@ -172,12 +179,16 @@ def try_cheat(cheat: Cheat, bench: Bench) -> CheatOutcome:
     )
 
 
-def try_honest(bench: Bench, tree: Path, commit: str) -> CheatOutcome:
-    """The unchanged tree through every stage: it must pass (`caught` then means: judged rightly)."""
+def try_honest(server: EngineServer, bench: Bench) -> CheatOutcome:
+    """The unchanged, started engine through every stage: it must pass (`caught` then means: judged rightly)."""
     began = time.monotonic()
     claim = Claim(component="host", hypothesis="Unchanged tree", counters=["rounds"])
     stages = EVERY_STAGE | {Stage.sampled} if bench.temperature > 0.0 else EVERY_STAGE
-    verdict = try_engine("honest", tree, _candidate("honest", commit, commit, claim), bench, stages, None)
+    try:
+        legs, hidden = gather(server, bench, stages)
+        verdict = judge_evidence(_candidate("honest", server.commit, server.commit, claim), bench, legs, hidden)
+    except CandidateFailed as error:
+        verdict = rejection(error.reason, error.detail)
     return CheatOutcome(
         cheat="honest",
         stage="all",

@@ -6,6 +6,6 @@ applying when the engine is edited. None of this code is imported here; it runs 
 
 from __future__ import annotations
 
-from specpilot.gate.cheats.corpus import Cheat, Edit, load_cheats, plant, select
+from specpilot.gate.cheats.corpus import Cheat, Edit, Stage, load_cheats, plant, select
 
-__all__ = ["Cheat", "Edit", "load_cheats", "plant", "select"]
+__all__ = ["Cheat", "Edit", "Stage", "load_cheats", "plant", "select"]
