@@ -8,6 +8,7 @@ folder unusable, 6 run ended before its end, 7 gate unsound, 8 tampered evidence
 from __future__ import annotations
 
 import errno
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,8 @@ class InfrastructureError(SpecPilotError):
     exit_code = 9
 
 
+ROOM_BYTES = 256 << 10
+"""Below this much free space a failed write is blamed on the disk."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -107,12 +110,25 @@ def is_disk_full(error: BaseException) -> bool:
     """True if `error` (or what caused it) means that the disk or the quota is exhausted."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _FULL:
-            return True
+        if isinstance(seen, OSError) and (seen.errno in _FULL or "No space left on device" in str(seen)):
+            return True  # the text: shutil.Error collects failures without an errno
         if isinstance(seen, sqlite3.Error) and "disk is full" in str(seen):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def nothing_free(where: Path | str) -> bool:
+    """True if the disk that holds `where` (or will hold it) has no room for even a small file.
+
+    Programs and libraries often say only that they could not write; then this tells why.
+    """
+    path = Path(where)
+    existing = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+    try:
+        return existing is not None and shutil.disk_usage(existing).free < ROOM_BYTES
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -121,7 +137,7 @@ def disk_full_named(where: Path | str) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        if not is_disk_full(error):
+        if not is_disk_full(error) and not nothing_free(where):
             raise
         raise DiskFullError(
             f"no space left on the disk that holds {where}",

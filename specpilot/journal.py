@@ -24,7 +24,7 @@ from typing import IO, Any, TypeVar, overload
 from pydantic import BaseModel
 
 from specpilot.contracts import AttemptState, Reason
-from specpilot.errors import RunFolderError, RunLockedError, SpecPilotError, disk_full_named
+from specpilot.errors import RunFolderError, RunLockedError, SpecPilotError, disk_full_named, is_disk_full, nothing_free
 
 APPLICATION_ID = 0x53504A4C  # "SPJL": tells our file from any other SQLite file
 SCHEMA_VERSION = 1
@@ -171,7 +171,7 @@ class Journal:
             db.close()
         except sqlite3.DatabaseError as error:
             with disk_full_named(path):
-                if "disk is full" in str(error):
+                if is_disk_full(error) or nothing_free(path):
                     raise
             raise RunFolderError(
                 f"{path} is damaged or not a journal: {error}",
@@ -401,7 +401,7 @@ class Journal:
                 raise
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        with self._lock:
+        with self._lock, disk_full_named(self.path):
             return self._db.execute(query, values).fetchall()
 
 

