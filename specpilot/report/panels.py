@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
@@ -27,24 +27,35 @@ STATE_STYLE = {
 _OPEN = ("planned", "working", "submitted", "measured", "gated")
 
 
-def screen(state: RunState, height: int) -> RenderableType:
-    """The whole screen, cut to what a terminal of `height` lines can show."""
+DROPPED_FIRST = ("baselines", "gate", "log", "profile", "accepted")
+"""What gives way on a small terminal, in this order; header, time and attempts stay."""
+
+
+def screen(state: RunState, console: Console) -> RenderableType:
+    """The whole screen; parts give way where the terminal has not enough lines."""
+    height = console.size.height - 1
     room = max(3, (height - 20) // 2)
-    parts: list[RenderableType] = [header(state), budget(state)]
-    for title, part in (
-        ("gate", gate(state)),
-        ("baselines", baselines(state)),
-        ("profile", gap_rows(state, min(room, 6))),
-        ("attempts", attempts(state, room)),
-        ("accepted", accepted(state)),
-        ("log", log(state)),
-    ):
-        if part is not None:
-            parts += [
-                Rule(Text(title, style="bold"), align="left", style="dim", characters="─"),
-                Padding(part, (0, 0, 0, 2)),
-            ]
-    return Group(*parts)
+    parts: dict[str, RenderableType | None] = {
+        "gate": gate(state),
+        "baselines": baselines(state),
+        "profile": gap_rows(state, min(room, 6)),
+        "attempts": attempts(state, room),
+        "accepted": accepted(state),
+        "log": log(state),
+    }
+    top = Group(header(state), budget(state))
+    shown = {name: _titled(name, part) for name, part in parts.items() if part is not None}
+    lines = {name: len(console.render_lines(part, pad=False)) for name, part in shown.items()}
+    free = height - len(console.render_lines(top, pad=False)) - sum(lines.values())
+    for name in DROPPED_FIRST:
+        if free < 0 and shown.pop(name, None) is not None:
+            free += lines[name]
+    return Group(top, *shown.values())
+
+
+def _titled(name: str, part: RenderableType) -> RenderableType:
+    rule = Rule(Text(name, style="bold"), align="left", style="dim", characters="─")
+    return Group(rule, Padding(part, (0, 0, 0, 2)))
 
 
 def header(state: RunState) -> Text:

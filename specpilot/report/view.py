@@ -106,7 +106,7 @@ class RunView:
         """The whole screen as it stands."""
         with self._lock:
             try:
-                return screen(self.state, self.console.size.height)
+                return screen(self.state, self.console)
             except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
                 return Group(Text(f"(the view cannot draw: {type(error).__name__}: {error})", style="dim"))
 

@@ -70,6 +70,11 @@ def test_screen_shows_every_part_and_fits_a_small_terminal():
     for words in ("demo", "round 1", "left", "self-test passed", "target.mlp", "worth", "merged", "w12-weights", "no-gain",
                   "product of steps 1.93x", "log"):  # fmt: skip
         assert words in text, words
+    small = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    view.console = small
+    shown = text_of(view.render(), 80)
+    assert len(shown.splitlines()) <= 24 and "attempts" in shown and "merged" in shown and "baselines" not in shown
+    view.console = console
     many = RunState(round=1, attempts={f"a{i}": AttemptLine(f"a{i}", round=1, state="rejected") for i in range(99)})
     many.attempts["busy"] = AttemptLine("busy", round=1, state="working", pairs="3/12")
     view.state = many
