@@ -175,8 +175,6 @@ def _summary(context: RunContext) -> str:
 
 def _notes(context: RunContext) -> list[str]:
     notes = [str(e.data["text"]) for e in context.journal.events(kind="note") if e.data.get("level") == "warning"]
-    if context.deployment.gate.cheats == "none":
-        notes.append("The gate was not tested against planted cheats in this run.")
     for table in gap_tables(context)[:1]:
         notes += table.warnings
     return list(dict.fromkeys(notes))

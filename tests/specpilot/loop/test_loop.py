@@ -1,0 +1,88 @@
+"""The loop end to end on a made-up engine with known delays: what must come out is known in advance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specpilot.contracts import AttemptState, Reason, StopReason
+from specpilot.journal import Journal
+from specpilot.loop.run import open_run, optimize, resume
+from specpilot.loop.summary import report_data
+from specpilot.memory import MemoryStore
+from specpilot.paths import JOURNAL_NAME
+from specpilot.workspace import Workspace
+from tests.helpers.fake_server import Behaviour
+from tests.specpilot.loop.setting import fake_setting, patch_between, remember
+
+STOCK = Behaviour(round_s=0.012)
+FASTER = replace(STOCK, round_s=0.006)
+LOSSY = replace(STOCK, round_s=0.004, wrong_every=5)
+SLOWER = replace(STOCK, token_s=0.004)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whole run: a mechanism that halves the round, one that is fast but lossy, one that is slower."""
+    folder = tmp_path_factory.mktemp("loop")
+    deployment = fake_setting(folder, STOCK)
+    memory = f"sqlite:///{folder / 'memory.sqlite'}"
+    with MemoryStore(memory, seed_folder=None) as store:
+        remember(store, "half-the-round", patch_between(STOCK, FASTER))
+        remember(store, "lossy", patch_between(STOCK, LOSSY))
+        remember(store, "slower", patch_between(STOCK, SLOWER))
+        remember(store, "gone", patch_between(replace(STOCK, salt="x", round_s=3), replace(STOCK, salt="y", round_s=4)))
+    outcome = optimize(deployment, folder / "run", plain=True, memory=memory)
+    assert outcome.stop is StopReason.rounds_done
+    assert outcome.exit_code == 0
+    return folder / "run"
+
+
+def test_each_candidate_meets_its_known_fate(ended: Path) -> None:
+    journal = Journal.open(ended / JOURNAL_NAME)
+    fate = {row.data["mechanism"]: (row.state, row.reason) for row in journal.attempts()}
+    assert fate["half-the-round"] == (AttemptState.merged, None)
+    assert fate["lossy"] == (AttemptState.rejected, Reason.token_mismatch)
+    assert fate["slower"] == (AttemptState.rejected, Reason.no_gain)
+    assert fate["gone"] == (AttemptState.rejected, Reason.does_not_apply)
+
+
+def test_measured_gain_is_the_planted_one(ended: Path) -> None:
+    """Rounds of 12 ms against 6 ms: twice as fast but for what client and server add to every round."""
+    with open_run(ended) as context:
+        data = report_data(context)
+    assert [step.mechanism for step in data.steps] == ["half-the-round"]
+    assert 1.6 < data.steps[0].gain < 2.1
+    total = data.ratio("final", "stock")
+    assert total is not None and 1.6 < total.ratio < 2.1
+    assert data.figure("stock") is not None and data.figure("final-ar") is not None
+    accepted = data.figure("final")
+    assert accepted is not None and accepted.accepted_length == pytest.approx(23 / 8, abs=0.15)
+
+
+def test_memory_holds_what_was_found(ended: Path) -> None:
+    with open_run(ended) as context:
+        found = {item.mechanism.name: item for item in context.memory.mechanisms()}
+        stats = context.memory.stats()
+    assert found["half-the-round"].status == "verified"
+    assert found["half-the-round"].effects[0].ratio > 1.6
+    assert found["slower"].effects[0].reason == "no-gain"
+    assert found["lossy"].effects[0].reason == "token-mismatch"
+    assert (stats.recalled, stats.tried, stats.accepted) == (4, 3, 1)
+
+
+def test_resuming_an_ended_run_repeats_nothing(ended: Path) -> None:
+    before = {row.key: row.starts for row in Journal.open(ended / JOURNAL_NAME).steps()}
+    outcome = resume(ended, plain=True)
+    after = {row.key: row.starts for row in Journal.open(ended / JOURNAL_NAME).steps()}
+    assert outcome.exit_code == 0
+    assert after == before
+
+
+def test_nothing_is_left_behind(ended: Path) -> None:
+    assert list((ended / "worktrees").iterdir()) == []
+    assert (ended / "report.html").stat().st_size > 10_000
+    workspace = Workspace.open(ended)
+    assert workspace.best() != workspace.first_commit
