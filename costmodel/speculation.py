@@ -54,6 +54,20 @@ def accepted_length(acceptance: Sequence[float]) -> float:
     return total
 
 
+def acceptance_for(length: float, drafts: int) -> float:
+    """The constant acceptance by position at which `drafts` drafts give this expected accepted length (bisection).
+
+    Raises `CostModelError` outside 1..drafts + 1, which no acceptance can give.
+    """
+    if not 1.0 <= length <= drafts + 1.0:
+        raise CostModelError(f"{drafts} drafts give an accepted length between 1 and {drafts + 1}, not {length}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted_length([middle] * drafts) < length else (low, middle)
+    return high
+
+
 @dataclass(frozen=True)
 class VerifyChoice:
     """The best number of drafts to verify, and what it yields."""

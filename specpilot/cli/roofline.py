@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 
 from specpilot import costmodel
 from specpilot.cli.options import Overrides, load
 from specpilot.contracts import GapTable
+from specpilot.costmodel import speculation
 from specpilot.deployment import Deployment
 from specpilot.errors import SpecPilotError, UsageError
 from specpilot.journal import Journal
@@ -88,6 +91,9 @@ def _show_bounds(chosen: Deployment, remeasure: bool, bits: float, accepted_leng
         console.print(costmodel.rich_table(table, title=title))
     console.print()
     console.print(_formats(tables))
+    if rows > 1:
+        console.print()
+        console.print(_drafts(models.target_dir, drafter, hardware, tables["speculative"]))
 
 
 def regime(
@@ -115,15 +121,37 @@ def _formats(tables: dict[str, costmodel.GapTable]) -> Any:
     """Bound of each round in each weight format: what a narrower format could buy on this machine."""
     from rich.table import Table
 
-    grid = Table(
-        title="bound by weight format, ms a round", title_justify="left", title_style="bold", box=None, pad_edge=False
-    )
+    grid = Table(header_style="bold", box=None, pad_edge=False)
     grid.add_column("format")
     for name in tables:
         grid.add_column(name, justify="right")
     for form in costmodel.FORMATS:
         grid.add_row(form, *(f"{table.hardware['bound_ms_by_format'][form]:.2f}" for table in tables.values()))
-    return grid
+    return Group(Text("bound by weight format, ms a round", style="bold"), grid)
+
+
+def _drafts(target: Path, drafter: Path | str, hardware: costmodel.Hardware, whole: costmodel.GapTable) -> Any:
+    """The whole-round model at the bound: what verifying fewer drafts of each block would give."""
+    from rich.table import Table
+
+    load_now = costmodel.Regime(**whole.hardware["regime"])
+    block = load_now.rows - 1
+    rate = speculation.acceptance_for(whole.accepted_length, block)
+    ar_ms = costmodel.bound_of(target, None, hardware, replace(load_now, rows=1, draft_rows=None)).ms
+    grid = Table(header_style="bold", box=None, pad_edge=False)
+    for name in ("drafts verified", "accepted length", "bound ms", "tokens/s", "over ar"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for drafts in range(1, block + 1):
+        length = speculation.accepted_length([rate] * drafts)
+        regime_now = replace(load_now, rows=drafts + 1, draft_rows=block + 1, accepted_length=length)
+        bound_ms = costmodel.bound_of(target, drafter, hardware, regime_now).ms
+        per_s = 1e3 * load_now.requests * length / bound_ms
+        over = speculation.ceiling(length, ar_ms, bound_ms)
+        grid.add_row(str(drafts), f"{length:.2f}", f"{bound_ms:.2f}", f"{per_s:.1f}", f"{over:.2f}x")
+    title = Text(
+        f"ceiling by number of drafts, if each is accepted with probability {rate:.2f} (all at the bound)", style="bold"
+    )
+    return Group(title, grid)
 
 
 def _show_run(folder: Path, as_json: bool) -> None:

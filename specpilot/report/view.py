@@ -88,6 +88,8 @@ class RunView:
         if self._summary is not None:
             self.console.print(self._summary)
             self._summary = None
+            if not self.plain and (self.state.done or {}).get("report"):
+                self._print(f"report  {(self.state.done or {})['report']}")
 
     def event(self, kind: str, data: dict[str, Any]) -> None:
         """Take one event; prints its lines when plain, else the screen shows them at the next refresh."""

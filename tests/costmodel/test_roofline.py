@@ -16,6 +16,7 @@ from specpilot.costmodel.roofline import bounds_by_format
 from specpilot.costmodel.shapes import SCOPES
 from specpilot.costmodel.speculation import (
     RoundTimes,
+    acceptance_for,
     accepted_length,
     best_drafts,
     break_even_length,
@@ -178,6 +179,14 @@ def test_worked_example_of_the_facts():
 def test_constant_acceptance_is_a_geometric_sum(rate, drafts):
     expected = (1 - rate ** (drafts + 1)) / (1 - rate)
     assert accepted_length([rate] * drafts) == pytest.approx(expected)
+
+
+def test_acceptance_inverts_accepted_length():
+    for rate in (0.0, 0.3, 0.75, 1.0):
+        assert acceptance_for(accepted_length([rate] * 7), 7) == pytest.approx(rate, abs=1e-9)
+    for bad in (0.5, 8.5):
+        with pytest.raises(CostModelError, match="between 1 and 8"):
+            acceptance_for(bad, 7)
 
 
 def test_accepted_length_boundaries():

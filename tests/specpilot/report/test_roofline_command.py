@@ -73,6 +73,7 @@ def test_text_shows_machine_bounds_and_formats(deployment, capsys):
         "12.03 bits",
         "w12",
         "compute",
+        "ceiling by number of drafts",
     ):
         assert words in text, words
 

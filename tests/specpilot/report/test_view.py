@@ -88,7 +88,8 @@ def test_live_screen_runs_and_leaves_the_summary():
     with view:
         for kind, data in run_events():
             view.event(kind, data)
-        view.event("done", {"stop": "rounds-done", "data": report_data()})
+        view.event("done", {"stop": "rounds-done", "report": "/runs/x/report.html", "data": report_data()})
+    assert out.getvalue().rstrip().endswith("report  /runs/x/report.html")
     assert "over the stock speculative engine" in out.getvalue()
 
 
