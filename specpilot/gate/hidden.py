@@ -20,6 +20,9 @@ from specpilot.evaluation.prompts import Prompt, PromptPool
 from specpilot.evaluation.server import EngineServer
 from specpilot.gate.records import GatePolicy, HiddenPass, ReplayProbe
 
+MOST_BLOCK = 32
+"""Largest block size that an engine may state; published drafters use 4 to 16."""
+
 
 def near_copy(prompt: Prompt) -> Prompt:
     """The prompt with two neighbouring, different tokens swapped in its first half: the same text to a fuzzy key."""
@@ -54,10 +57,13 @@ def eos_token_ids(target: Path) -> list[int]:
 
 
 def served_block_size(info: dict[str, Any]) -> int:
-    """Largest number of tokens a decode round commits, as `/server_info` states; 1 without a drafter."""
+    """Largest number of tokens a decode round commits, as `/server_info` states; 1 without a drafter.
+
+    Statements above `MOST_BLOCK` are not believed: a large block would loosen every check that counts rounds.
+    """
     drafter = info.get("drafter")
     value = drafter.get("block_size") if isinstance(drafter, dict) else None
-    return value if isinstance(value, int) and value > 0 else 1
+    return min(value, MOST_BLOCK) if type(value) is int and value > 0 else 1
 
 
 def run_hidden_pass(

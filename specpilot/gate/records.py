@@ -40,7 +40,7 @@ class GatePolicy(Record):
     """A repeated prompt answered this many times faster than the first time is a stored answer."""
     replay_rounds: float = 0.7
     """A repeated prompt that needs less than this share of the rounds of its first time is one, too."""
-    overlap_share: float = 0.5
+    overlap_share: float = 0.35
     """Share of the offered concurrency that must really be in flight in a leg at concurrency above 1."""
     speculation_off_length: float = 1.05
     """Accepted length at or below this means that nothing was speculated."""

@@ -19,19 +19,18 @@ def seconds_per_token(generation: Generation) -> float:
 
 
 def check_replay(probe: ReplayProbe, policy: GatePolicy) -> Check:
-    """Repeats cost what the first time did, and so does the near copy.
+    """Repeats cost what the first time did.
 
-    `probe.fresh`: the prompt for the first time, then a near copy of it; `probe.repeated`: the first again. Refused: the
-    slowest repeat (or the near copy) more than `replay_speedup` times faster per token than the first time, or repeats that
-    claim less than `replay_rounds` of its decode rounds (and three or more fewer).
+    `probe.fresh[0]`: the prompt for the first time; `probe.repeated`: the same again. Refused: even the slowest repeat is
+    more than `replay_speedup` times faster per token, or the repeats claim less than `replay_rounds` of its decode rounds (and
+    three or more fewer). The near copy in `probe.fresh` has another answer and so another accepted length: it is not
+    timed; its tokens are forced, which finds answers stored under a fuzzy key.
     """
     name = "replay"
     first = seconds_per_token(probe.fresh[0])
-    copies = [seconds_per_token(g) for g in probe.fresh[1:]]
     again = max(seconds_per_token(g) for g in probe.repeated)
-    fastest = min([again, *copies])
-    told = f"first time {first * 1e3:.2f} ms per token, repeated {again * 1e3:.2f}, near copy {_listed(copies)}"
-    if fastest * policy.replay_speedup < first:
+    told = f"first time {first * 1e3:.2f} ms per token, repeated {again * 1e3:.2f}"
+    if again * policy.replay_speedup < first:
         return Check(name=name, passed=False, detail=told)
     rounds = probe.fresh[0].rounds
     repeats = [g.rounds for g in probe.repeated if g.rounds is not None]
@@ -40,7 +39,3 @@ def check_replay(probe: ReplayProbe, policy: GatePolicy) -> Check:
         if median(repeats) < policy.replay_rounds * rounds and rounds - median(repeats) >= 3:
             return Check(name=name, passed=False, detail=told)
     return Check(name=name, passed=True, detail=told)
-
-
-def _listed(values: list[float]) -> str:
-    return ", ".join(f"{value * 1e3:.2f}" for value in values) or "none"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specpilot.contracts import Comparison, SideSummary
+from specpilot.evaluation.prompts import Prompt
 from specpilot.gate import accounting, engagement, lengths, timing
+from specpilot.gate.hidden import eos_token_ids, near_copy, served_block_size
 from specpilot.gate.records import GatePolicy, ReplayProbe, TimeFloor
 from specpilot.gate.replay import check_replay
 
@@ -246,6 +249,33 @@ def test_a_stored_answer_is_too_fast_or_needs_too_few_rounds() -> None:
     assert check_replay(probe(2.0), policy).passed
     assert check_replay(probe(0.7), policy).passed
     assert not check_replay(probe(0.6), policy).passed
-    assert not check_replay(probe(2.0, copy_s=0.6), policy).passed
+    assert check_replay(probe(2.0, copy_s=0.6), policy).passed  # another answer, another accepted length
     assert check_replay(probe(2.0, rounds=7), policy).passed
     assert not check_replay(probe(2.0, rounds=6), policy).passed
+
+
+def test_stated_block_size_is_believed_within_reason() -> None:
+    assert served_block_size({"drafter": {"block_size": 8}}) == 8
+    assert served_block_size({"drafter": {"block_size": 4000}}) == 32
+    for stated in (None, 0, -3, True, "8"):
+        assert served_block_size({"drafter": {"block_size": stated}}) == 1
+    assert served_block_size({}) == 1
+
+
+def test_near_copy_swaps_two_tokens_and_keeps_the_rest() -> None:
+    prompt = Prompt(id="p", source="s", text="t", ids=[1, 2, 3, 3, 4, 5, 6])
+    copy = near_copy(prompt)
+    assert copy.ids == [1, 2, 3, 4, 3, 5, 6]
+    assert prompt.ids == [1, 2, 3, 3, 4, 5, 6]
+    assert copy.id != prompt.id
+    assert near_copy(prompt.model_copy(update={"ids": [7, 7, 7]})).ids == [7, 7, 7]
+
+
+def test_stop_tokens_of_a_checkpoint(tmp_path: Path) -> None:
+    assert eos_token_ids(tmp_path) == []
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    assert eos_token_ids(tmp_path) == [2]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert eos_token_ids(tmp_path) == [2, 7]
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    assert eos_token_ids(tmp_path) == [2, 7]
