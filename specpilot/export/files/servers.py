@@ -56,12 +56,16 @@ class Engine:
             self.stop()
             raise
 
-    def stop(self) -> None:
-        """End the process group."""
+    def ask_to_end(self) -> None:
+        """Tell it to end, without waiting."""
         self._signal(signal.SIGCONT)
         self._signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End the process group: asked first, forced after a few seconds."""
+        self.ask_to_end()
         try:
-            self.process.wait(10)
+            self.process.wait(5)
         except subprocess.TimeoutExpired:
             pass
         self._signal(signal.SIGKILL)
@@ -185,6 +189,8 @@ def started(info: dict[str, Any], variants: list[str]) -> Iterator[list[Engine]]
             engine.freeze()
         yield running
     finally:
+        for engine in running:
+            engine.ask_to_end()
         for engine in running:
             engine.stop()
 

@@ -173,8 +173,12 @@ def test_bench_and_verify_run_the_made_up_engine(exported):
     assert script(to, "download_models.sh").returncode == 0
     done = script(to, "bench.sh", "stock", "final", "--prompts", "2", "--tokens", "24", "--json")
     assert done.returncode == 0, done.stderr
-    (ratio,) = json.loads(done.stdout.splitlines()[-1])["ratios"]
-    assert ratio["of"] == "final" and 1.3 < ratio["ratio"] < 3.0, "rounds take 3 ms instead of 6"
+    result = json.loads(done.stdout.splitlines()[-1])
+    (ratio,) = result["ratios"]
+    final, stock = result["rates"]["final"], result["rates"]["stock"]
+    assert len(final) == len(stock) == 2 and min(final + stock) > 0
+    assert (ratio["of"], ratio["over"]) == ("final", "stock")
+    assert ratio["ratio"] ** 2 == pytest.approx(final[0] / stock[0] * final[1] / stock[1]), "geometric mean of pairs"
     done = script(to, "verify.sh", "--prompts", "2", "--tokens", "24")
     assert done.returncode == 0, done.stderr + done.stdout
     assert "token forcing: 48 tokens" in done.stdout and "0 violations" in done.stdout
@@ -340,3 +344,27 @@ def test_many_near_ties_are_refused(run, tmp_path):
     sums.write_text("\n".join(lines) + "\n")
     done = script(to, "verify.sh", *words)
     assert done.returncode == 7 and "more than the calibrated share" in done.stderr, done.stdout
+
+
+def test_ended_bench_leaves_no_server(exported):
+    import signal
+    import time
+
+    import psutil
+
+    _, to = exported
+    assert script(to, "download_models.sh").returncode == 0
+    environment = {**os.environ, "ENGINE_PYTHON": sys.executable}
+    bench = subprocess.Popen([str(to / "bench.sh"), "--prompts", "500"], env=environment, stdout=subprocess.PIPE)
+    for line in bench.stdout:
+        if b"prompt 1/500" in line:
+            break
+    children = psutil.Process(bench.pid).children(recursive=True)
+    assert len(children) == 4
+    bench.send_signal(signal.SIGTERM)
+    assert bench.wait(20) == 130
+    bench.stdout.close()
+    deadline = time.monotonic() + 5
+    while any(child.is_running() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(child.is_running() for child in children)
