@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from specpilot.contracts import GapTable, Generation
@@ -16,6 +15,8 @@ from specpilot.loop.machine import hardware_of
 
 PROFILED_PROMPTS = 3
 PLAIN_PROMPTS = 2
+UNSURE_ROOF = 0.5
+"""Share of the floor that is used when the machine's roofs are only lower bounds (probed while busy, or without a compiler)."""
 
 
 def observe(context: RunContext, key: str, commit: str, variant: str = "final") -> GapTable:
@@ -90,7 +91,8 @@ def time_floor(context: RunContext) -> TimeFloor:
 
     Optimistic on purpose: one row, no drafter, so that no honest candidate is ever called impossible.
     """
+    hardware = hardware_of(context)
     regime = Regime(rows=1, context_len=0, weight_bits=W12_BITS)
-    bound = bound_of(Path(context.identity.target_dir), "none", hardware_of(context), regime)
-    milliseconds = min(bound.ms, getattr(bound, "fused_ms", math.inf))
+    bound = bound_of(Path(context.identity.target_dir), "none", hardware, regime)
+    milliseconds = min(bound.ms, bound.fused_ms) * (UNSURE_ROOF if hardware.lower_bound else 1.0)
     return TimeFloor(round_s=milliseconds / 1e3, source="one row, 12-bit lossless weights, no drafter")

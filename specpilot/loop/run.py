@@ -149,6 +149,9 @@ def _work(run_dir: Path, journal: Journal, *, plain: bool) -> Outcome:
     end_leftovers(journal)
     context = _context(run_dir, journal, plain=plain)
     with context.view, _terminate_as_interrupt():
+        context.view.event(
+            "budget", {"elapsed_s": context.budget.elapsed_s(), "rounds": context.deployment.budget.rounds}
+        )
         try:
             return _workflow(context)
         except KeyboardInterrupt:
@@ -218,7 +221,8 @@ def end_leftovers(journal: Journal) -> list[ProcessRow]:
 
 
 def _tidy(context: RunContext) -> None:
-    """Removes worktrees that nobody needs; an open outside attempt keeps its own."""
+    """Ends what still runs and removes worktrees that nobody needs; an open outside attempt keeps its own."""
+    end_leftovers(context.journal)
     if context.workspace is None:
         return
     rows = context.journal.attempts()
