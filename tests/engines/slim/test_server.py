@@ -317,10 +317,11 @@ def test_sigterm_during_generation(llama: Path) -> None:
             time.sleep(0.1)
     body = {"input_ids": PROMPT, "sampling_params": _greedy(500), "stream": True}
     with httpx.stream("POST", f"http://127.0.0.1:{port}/generate", json=body, timeout=30) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         process.send_signal(signal.SIGTERM)
         try:
-            for _ in answer.iter_lines():
+            for _ in lines:
                 pass
         except httpx.TransportError:
             pass
