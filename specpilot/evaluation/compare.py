@@ -222,14 +222,11 @@ def _conclude(
     whole = confidence_sequence(session.end_to_end, alpha)
     share = seen_end_to_end(session.legs["base"], session.legs["candidate"])
     facts["decode_saving_seen_end_to_end"] = share
-    decision = "null"
-    if decode.high < 0:
-        decision = "loss"
-    elif decode.low > 0 and decode.mean >= math.log(settings.min_effect):
-        decision = "gain"
-        if share is None or share < SEEN_END_TO_END:
-            decision = "null"
-            facts["warnings"].append("decode time was moved to before the first token: no gain from submission to end")
+    worthwhile = decode.mean >= math.log(settings.min_effect)
+    moved = worthwhile and (share is None or share < SEEN_END_TO_END)
+    if moved:
+        facts["warnings"].append("decode time was moved to before the first token: no gain from submission to end")
+    decision = "loss" if decode.high < 0 else "gain" if decode.low > 0 and worthwhile and not moved else "null"
     return Comparison(
         base=figures.summarise(session.servers["base"], session.legs["base"]),
         candidate=figures.summarise(session.servers["candidate"], session.legs["candidate"]),

@@ -143,7 +143,7 @@ def test_tokens_held_back_are_no_gain(engine, stream) -> None:
     # Everything is decoded before the first token is sent; then tokens rush out: decode looks much faster.
     base, candidate = engine(commit="aa", round_s=0.03), engine(commit="bb", round_s=0.03, hold_back=0.95)
     found, _ = compare(base, candidate, stream, FEW, 0.02, regime=REGIME)
-    assert found.ratio > 2 and found.decision == "null"
+    assert found.ratio > 1.3 and found.decision == "null"
     assert any("before the first token" in words for words in found.machine["warnings"])
 
 

@@ -1,4 +1,4 @@
-"""The same code against the real engine `slim` with a tiny random model: protocol, identity, scoring, A/A."""
+"""The same code against the real engine `slim` with a tiny random model: protocol, identity, timing, scoring."""
 
 from __future__ import annotations
 
@@ -65,23 +65,20 @@ def test_slim_is_measured_and_scored(tiny) -> None:
     deployment = tiny[0]
     pool = PromptPool(deployment, tiny[1].target_dir, "secret")
     with ExitStack() as stack:
-        servers = [server(tiny, *which) for which in (("stock", "aa"), ("stock", "bb"), ("reference", "aa"))]
-        with ThreadPoolExecutor(3) as pool_of_starts:
-            base, candidate, reference = pool_of_starts.map(stack.enter_context, servers)
-        reference.freeze()
+        servers = [server(tiny, *which) for which in (("stock", "aa"), ("reference", "bb"))]
+        with ThreadPoolExecutor(2) as starts:
+            base, reference = starts.map(stack.enter_context, servers)
         with pytest.raises(WrongWeights, match="target sha256"):
             check_identity(base.identity, "aa", "stock", tiny[1].model_copy(update={"target_sha256": "0" * 64}))
-        settings = MeasurementSettings(max_pairs=4, min_pairs=3)
+        settings = MeasurementSettings(max_pairs=3, min_pairs=3)
         found, legs = compare(
-            base, candidate, pool.stream("tuning"), settings, 0.02, regime=Regime(concurrency=1, output_tokens=24)
+            base, reference, pool.stream("tuning"), settings, 0.02, regime=Regime(concurrency=1, output_tokens=24)
         )
-        assert found.decision == "null" and found.low < 1 < found.high
         assert found.base.accepted_length is not None and found.base.accepted_length >= 1.0
+        assert found.candidate.accepted_length == 1.0 and found.candidate.tokens == 72
         for leg in legs:
             assert leg.counters["committed_tokens"] >= 23 and leg.counters["rounds"] == leg.generations[0].rounds
             assert leg.generations[0].claimed_tokens == 24
-        assert [g.output_ids for g in legs[0].generations] == [g.output_ids for g in legs[1].generations]
-        reference.thaw()
         for leg in legs:
             (answer,) = leg.generations
             ids = answer.prompt_ids + answer.output_ids

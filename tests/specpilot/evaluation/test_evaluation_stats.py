@@ -20,7 +20,7 @@ from specpilot.evaluation.stats import (
     sample_sd,
 )
 
-REPETITIONS, PAIRS = 4000, 40
+REPETITIONS, PAIRS = 2500, 40
 
 
 def ever_missed(x: np.ndarray, mean: float, alpha: float) -> float:
