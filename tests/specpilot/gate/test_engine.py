@@ -9,10 +9,13 @@ import torch
 
 from specpilot.contracts import Candidate, Claim, Reason
 from specpilot.evaluation.legs import run_leg
-from specpilot.gate.cheats import Stage
+from specpilot.gate.diffcheck import check_diff
 from specpilot.gate.forcing import force
+from specpilot.gate.hidden import eos_token_ids, run_hidden_pass
+from specpilot.gate.policy import policy_of
+from specpilot.gate.records import HiddenPass
 from specpilot.gate.selftest import SelfTestContext, make_bench, require_sound, self_test
-from specpilot.gate.trial import try_engine
+from specpilot.gate.verdict import judge
 
 CHEATS = ["evaluator-edit", "lossy-accept", "token-accounting"]
 
@@ -80,7 +83,7 @@ def test_an_honest_change_passes(context: SelfTestContext) -> None:
         text = text.replace(old, new)
     tunables.write_text(text)
     commit = context.workspace.commit_all("honest-change", "Other tunables")
-    claim = Claim(component="host", hypothesis="Smaller chunks", counters=["prefill_forwards"])
+    claim = Claim(component="host", hypothesis="Smaller chunks", counters=["rounds"])
     candidate = Candidate(
         attempt_id="h",
         worker="w",
@@ -89,11 +92,26 @@ def test_an_honest_change_passes(context: SelfTestContext) -> None:
         branch="specpilot/h",
         claim=claim,
     )
-    stages = frozenset({Stage.hidden, Stage.natural})
-    # Prefill runs once or twice per answer, so a claim on it is held to its growth and not to one count per round.
-    bench = make_bench(context)
-    lenient = replace(bench, policy=bench.policy.model_copy(update={"engagement_share": 0.0}))
-    verdict = try_engine("honest-change", tree, candidate, lenient, stages, None)
+    policy = policy_of({"hidden_prompts": 2, "hidden_tokens": 24, "natural_stop_prompts": 2, "natural_tokens": 24})
+    diff = check_diff(tree, candidate.base_commit, commit, context.spec.editable, policy)
+    with make_bench(context).server("honest-change", tree, commit) as server:
+        hidden = run_hidden_pass(server, context.pool, policy, eos_ids=eos_token_ids(context.models.target_dir))
+    verdict = judge(
+        candidate,
+        [],
+        None,
+        hidden=hidden,
+        reference_factory=lambda: context.reference,
+        calibration=context.calibration,
+        policy=policy,
+        diff=diff,
+        target_sha256=context.models.target_sha256,
+    )
     assert verdict.passed, verdict.detail
-    assert verdict.positions > 4 * 32
+    assert hidden.eos_token_ids == [2]
+    assert hidden.block_size == 8
+    assert [leg.concurrency for leg in hidden.legs] == [1, 4]
+    # 2 answers alone, 4 together, 3 of the repeat probe, and 2 that may stop by themselves.
+    assert 9 * 24 < verdict.positions <= 11 * 24
     assert verdict.violations == 0
+    assert HiddenPass.model_validate_json(hidden.model_dump_json()) == hidden
