@@ -56,7 +56,7 @@ def make_app(replay: Replay | None = None) -> typer.Typer:
         with _open(url) as store, _clear():
             stored = store.get(name)
         for line in describe(stored):
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         if patch:
             typer.echo(stored.mechanism.patch, nl=False)
 
@@ -98,7 +98,7 @@ def make_app(replay: Replay | None = None) -> typer.Typer:
             console.print("evidence: no effect was ever recorded: the mechanism is unproven")
         elif not problems:
             console.print(
-                f"evidence: {len(stored.effects)} effects agree with their samples; patch matches its checksum"
+                f"evidence: effects ({len(stored.effects)}) agree with their samples; the patch matches its checksum"
             )
         targets = replay_targets(stored, deployment)
         for target in targets:

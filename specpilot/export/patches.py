@@ -81,7 +81,7 @@ def _mail(source: RunSource, step: MergedStep, number: int, count: int) -> str:
         body.append(f"Counters that grew: {', '.join(claim['counters'])}")
     body.append(f"Found by {step.attempt.worker if step.attempt else 'SpecPilot'} in run {source.run_id}")
     paragraphs = "\n".join(f"  {line}" for text in body for line in text.splitlines())  # indented: never a separator
-    subject = re.sub(r"\s+", " ", f"{step.name}: {step.title}")
+    subject = re.sub(r"\s+", " ", step.headline)
     diff = source.workspace.diff(step.before, step.after)
     head = f"From {step.after} Mon Sep 17 00:00:00 2001\nFrom: {_SENDER}\nDate: {_DATE}\n"
     mime = "MIME-Version: 1.0\nContent-Type: text/plain; charset=UTF-8\nContent-Transfer-Encoding: 8bit\n"

@@ -69,7 +69,7 @@ def figures(source: RunSource) -> list[str]:
 
 def sentence(step: MergedStep) -> str:
     """One merged change: title, gain with interval, what the gate saw."""
-    text = f"**{step.name}** - {step.title}"
+    text = step.headline
     if step.result.get("gain"):
         text += f": {step.result['gain']:.3f}x [{step.result['low']:.3f}, {step.result['high']:.3f}] over the engine before it"
     if (seen := gate_words(step)) != "":

@@ -32,6 +32,11 @@ class MergedStep:
     """The merge step's own record: gain with interval over the head before it."""
 
     @property
+    def headline(self) -> str:
+        """Name and title, or the name alone where the title says no more."""
+        return self.name if self.title == self.name else f"{self.name}: {self.title}"
+
+    @property
     def claim(self) -> dict[str, Any]:
         """What the worker said about it."""
         candidate = (self.attempt.data.get("candidate") if self.attempt else None) or {}
@@ -154,4 +159,4 @@ def _title(row: AttemptRow | None, name: str) -> str:
         return name
     remember = row.data.get("remember") or {}
     text = str(remember.get("title") or row.data.get("task") or name).strip()
-    return " ".join(text.split())[:100] or name
+    return " ".join(text.removeprefix(f"Replay {name}:").split())[:100] or name

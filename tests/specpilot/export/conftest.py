@@ -151,7 +151,7 @@ def build_run(folder: Path) -> RunBuilder:
         (worktree / "notes.txt").write_text("a\r\nb\r\n", newline="")
         (worktree / "blob.bin").write_bytes(bytes(range(256)))
 
-    builder.merge(faster, 1.5, "faster-rounds", "Replay: Faster é rounds")
+    builder.merge(faster, 1.5, "faster-rounds", "Replay faster-rounds: Faster é rounds")
     builder.merge(awkward_files)
     builder.reject()
     builder.finish()

@@ -29,7 +29,7 @@ def test_one_patch_per_change_in_order(series):
         "series",
     ]
     text = (to / "0001-faster-rounds.patch").read_text()
-    assert "Subject: [PATCH 1/2] faster-rounds: Replay: Faster é rounds" in text
+    assert "Subject: [PATCH 1/2] faster-rounds: Faster é rounds" in text
     assert "Effect: 1.500x [1.400, 1.600]" in text and "199 exact" in text and "Counters that grew: calls" in text
     assert "faster-rounds" in (to / "cover-letter.md").read_text() and result.mechanisms == [
         "faster-rounds",
