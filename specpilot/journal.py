@@ -137,17 +137,20 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             scratch.unlink(missing_ok=True)
             db = sqlite3.connect(scratch, isolation_level=None)
-            db.executescript(
-                f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={SCHEMA_VERSION}; BEGIN; {_SCHEMA}"
-            )
-            now = time.time()
-            rows = [("created_at", _dumps(now)), *((key, _dumps(value)) for key, value in meta.items())]
-            db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
-            db.execute("COMMIT")
-            db.close()
-            # The file appears complete or not at all: a crash above leaves no half-made journal behind.
-            os.link(scratch, path)
-            scratch.unlink()
+            try:
+                db.executescript(
+                    f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={SCHEMA_VERSION}; BEGIN; {_SCHEMA}"
+                )
+                now = time.time()
+                rows = [("created_at", _dumps(now)), *((key, _dumps(value)) for key, value in meta.items())]
+                db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+                db.execute("COMMIT")
+                db.close()
+                # The file appears complete or not at all: a crash above leaves no half-made journal behind.
+                scratch.rename(path)
+            finally:
+                db.close()
+                scratch.unlink(missing_ok=True)
         return cls.open(path)
 
     @classmethod

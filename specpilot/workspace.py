@@ -144,23 +144,23 @@ class Workspace:
         """A worktree on branch `specpilot/<name>`, started at `commit`. One that exists is returned as it is."""
         path = self._path(name)
         with self._writing():
-            if (path / ".git").is_file() and self._registered(path):
+            if self._complete(path):
                 return path
             self._discard(path)
             branch = BRANCH_PREFIX + name
             if self._has_branch(branch):  # its folder is gone, its commits are not: go on from them
-                self._git("worktree", "add", "-q", "-f", str(path), branch)
+                self._git("worktree", "add", "-q", "-f", "-f", str(path), branch)
             else:
-                self._git("worktree", "add", "-q", "-f", "-b", branch, str(path), commit)
+                self._git("worktree", "add", "-q", "-f", "-f", "-b", branch, str(path), commit)
         return path
 
     def checkout(self, name: str, commit: str) -> Path:
         """A worktree with exactly the files of `commit`, nothing else, for serving. Local changes are saved first."""
         path = self._path(name)
         with self._writing():
-            if not ((path / ".git").is_file() and self._registered(path)):
+            if not self._complete(path):
                 self._discard(path)
-                self._git("worktree", "add", "-q", "-f", "--detach", str(path), commit)
+                self._git("worktree", "add", "-q", "-f", "-f", "--detach", str(path), commit)
             else:
                 self._save_if_dirty(name)
                 self._git("checkout", "-q", "--detach", "--force", commit, cwd=path)
@@ -334,6 +334,17 @@ class Workspace:
 
     def _registered(self, path: Path) -> bool:
         return f"worktree {path}" in self._git("worktree", "list", "--porcelain").splitlines()
+
+    def _complete(self, path: Path) -> bool:
+        """True if a worktree stands there, whole. Git marks one that it is still making as locked, so one whose
+        making was killed stays locked; taken for whole, its missing files would be committed as deleted."""
+        if not (path / ".git").is_file() or not self._registered(path):
+            return False
+        state = Path((path / ".git").read_text(encoding="utf-8").removeprefix("gitdir:").strip())
+        if (state / "index").is_file() and not (state / "locked").exists():
+            return True
+        self._git("worktree", "remove", "--force", "--force", str(path))
+        return False
 
     def _has_branch(self, branch: str) -> bool:
         return self._run(["rev-parse", "-q", "--verify", f"refs/heads/{branch}"], self.repo).returncode == 0

@@ -170,6 +170,21 @@ def test_a_worktree_folder_that_vanished_or_is_half_made_is_made_again(run: Work
     assert any(run.saved.glob("half-*.folder/left.txt")), "what stood there is kept"
 
 
+@pytest.mark.parametrize("folder_left", [True, False])
+def test_a_worktree_whose_making_was_killed_is_made_again(run: Workspace, folder_left: bool) -> None:
+    path = run.worktree("w", run.first_commit)
+    (run.repo / ".git/worktrees/w/locked").write_text("initializing")  # what git leaves there when it is killed
+    (path / "src/a.py").unlink()
+    if not folder_left:
+        shutil.rmtree(path)
+    again = Workspace.open(run.run_dir)
+    assert again.worktree("w", run.first_commit) == path and (path / "src/a.py").is_file()
+    assert again.commit_all("w", "nothing changed") == run.first_commit
+    (run.repo / ".git/worktrees/w/locked").write_text("initializing")
+    assert (again.checkout("w", run.first_commit) / "src/a.py").is_file()
+    again.remove("w")
+
+
 def test_diff_round_trips_binary_crlf_modes_and_deletions(run: Workspace) -> None:
     path = run.worktree("w", run.first_commit)
     (path / "src/blob.bin").write_bytes(bytes(range(256)) * 20)
