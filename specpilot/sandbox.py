@@ -279,6 +279,7 @@ def spawn(
     status_read, status_write = os.pipe()
     spec = {
         "command": wrapped,
+        "confined": confined,
         "cwd": str(cwd),
         "env": dict(env),
         "log": str(log_path),

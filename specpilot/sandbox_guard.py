@@ -146,7 +146,8 @@ class Guard:
             os.dup2(output, 2)
             os.setsid()
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # second line, if the guard itself is killed
-            prctl(PR_SET_NO_NEW_PRIVS, 1)
+            if not self.spec["confined"]:  # bubblewrap, which may be setuid, does this itself
+                prctl(PR_SET_NO_NEW_PRIVS, 1)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
