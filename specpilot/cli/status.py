@@ -13,10 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from specpilot.cli.options import RunName
-from specpilot.contracts import AttemptState
+from specpilot.contracts import AttemptState, StopReason
 from specpilot.errors import SpecPilotError
 from specpilot.journal import AttemptRow, Journal, RunLock
 from specpilot.paths import JOURNAL_NAME, all_runs, find_run, runs_dir
+
+
+COMPLETE = {StopReason.rounds_done, StopReason.no_headroom, StopReason.no_candidates}
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +81,9 @@ def state_of(folder: Path, journal: Journal) -> str:
     if holder:
         return f"running ({holder})"
     reason = journal.get_meta("stop_reason")
-    return f"ended: {reason}" if reason else "interrupted; specpilot resume goes on"
+    if reason is None:
+        return "interrupted; specpilot resume goes on"
+    return f"ended: {reason}" + ("" if reason in COMPLETE else "; specpilot resume goes on")
 
 
 def deployment_name(journal: Journal) -> str:
