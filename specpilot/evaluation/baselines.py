@@ -18,7 +18,7 @@ from pydantic import Field
 from specpilot.contracts import Leg, Record
 from specpilot.deployment import MeasurementSettings, Regime
 from specpilot.evaluation import legs as figures
-from specpilot.evaluation.lease import CpuWatch, DeviceLease
+from specpilot.evaluation.lease import CpuWatch, DeviceLease, other_engines
 from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
 from specpilot.evaluation.stats import confidence_sequence
@@ -109,6 +109,7 @@ def measure_variants(
         try:
             for _, server in servers:
                 server.freeze()
+            strangers = other_engines([])
             for _, server in servers:
                 _warm_up(server, batches[0], regime, min(tokens, WARM_UP_TOKENS))
             for number, batch in enumerate(batches):
@@ -128,7 +129,7 @@ def measure_variants(
         prompts=len(batches) * size,
         alpha=level,
         seconds=time.monotonic() - began,
-        machine={"device": device, **watch.summary()},
+        machine={"device": device, "other_engines": strangers, **watch.summary()},
     )
 
 

@@ -21,7 +21,7 @@ from specpilot.deployment import MeasurementSettings, Regime
 from specpilot.errors import UsageError
 from specpilot.evaluation import legs as figures
 from specpilot.evaluation.errors import LimitExceeded, blame_candidate
-from specpilot.evaluation.lease import CpuWatch, DeviceLease
+from specpilot.evaluation.lease import CpuWatch, DeviceLease, other_engines
 from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
 from specpilot.evaluation.stats import Interval, confidence_sequence, detectable_effect, sample_sd
@@ -144,20 +144,24 @@ def compare(
             for side, server in session.servers.items():
                 with session.blamed(side):
                     server.freeze()
+            strangers = other_engines([])
             session.warm_up(prompts)
             decode = _measure(session, prompts, settings, alpha, on_pair, began, max_seconds)
         finally:
             for server in (base, candidate):
                 server.thaw()
     noise = noise_sd if noise_sd is not None else sample_sd(session.decode)
-    facts = {
+    facts: dict[str, Any] = {
         "device": device,
         "lease_waited_s": round(lease.waited_s, 3),
         "pair_sd": sample_sd(session.decode),
         "noise_sd": noise,
         "noise_from": "A/A pairs" if noise_sd is not None else "this comparison",
+        "other_engines": strangers,
         **session.watch.summary(),
     }
+    if strangers:
+        facts["warnings"].append(f"other engines were running on this machine: {'; '.join(strangers)}")
     comparison = _conclude(session, decode, settings, alpha, noise, facts, time.monotonic() - began)
     return comparison, [
         leg for pair in zip(session.legs["base"], session.legs["candidate"], strict=True) for leg in pair

@@ -13,6 +13,7 @@ import stat
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -124,6 +125,26 @@ def _open_shared(path: Path) -> int:
 
 def _holder(descriptor: int) -> str:
     return os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+
+
+def other_engines(mine: Iterable[int]) -> list[str]:
+    """Running engine processes of this user that are not below the processes `mine`: leftovers, or another run's.
+
+    Engines are known by the environment that our sandbox gives them; stopped ones use no device and are left out.
+    """
+    own = {os.getpid(), *mine}
+    found = []
+    for process in psutil.process_iter(["pid", "environ", "status"]):
+        facts = process.info
+        commit = (facts["environ"] or {}).get("SPECPILOT_COMMIT")
+        if commit is None or facts["status"] in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+            continue
+        try:
+            if not own & {facts["pid"], *(parent.pid for parent in process.parents())}:
+                found.append(f"pid {facts['pid']} serving {commit[:12]}")
+        except psutil.Error:
+            continue
+    return found
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ def run_leg(
 ) -> Leg:
     """Answers every prompt with at most `concurrency` in flight; generations come in the prompts' order.
 
-    Raises the EngineError of the first request that failed; the others are given up with it.
+    Raises the EngineError of the first request that failed (the others are given up with it), and WrongIdentity when
+    another engine answers than the one that was started.
     """
     if concurrency < 1 or not prompts:
         raise ValueError("a leg needs at least one prompt and concurrency of at least 1")
@@ -49,11 +50,11 @@ def run_leg(
             timeout_s=timeout_s,
         )
 
-    before = client.counters()
+    before = server.stated_counters()
     began = time.perf_counter()
     generations = [ask(prompt) for prompt in prompts] if concurrency == 1 else _together(ask, prompts, concurrency)
     wall = time.perf_counter() - began
-    after = client.counters()
+    after = server.stated_counters()
     return Leg(
         side=side,
         commit=server.commit,

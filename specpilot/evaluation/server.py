@@ -33,6 +33,7 @@ from specpilot.evaluation.errors import (
     WrongIdentity,
     WrongWeights,
 )
+from specpilot.evaluation.wire import flat_counters
 
 if TYPE_CHECKING:
     from specpilot.models import ResolvedModels
@@ -174,6 +175,12 @@ class EngineServer:
         finally:
             if self._child is not None and self._child.poll() is None:
                 self.freeze()
+
+    def stated_counters(self) -> dict[str, float]:
+        """The engine's counters, after checking that it still is the engine that was started. Raises WrongIdentity."""
+        info = self.client.server_info()
+        check_identity(info, self.commit, self.variant, self.models)
+        return flat_counters(info)
 
     def cpu_seconds(self) -> float:
         """User and system CPU seconds of all living processes of this engine."""

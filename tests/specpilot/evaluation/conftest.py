@@ -20,6 +20,12 @@ from tests.helpers.fake_deployment import SHA, write_fake_deployment
 from tests.helpers.fake_server import Behaviour, build, write_fake_tree
 
 
+@pytest.fixture(autouse=True)
+def own_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests must not wait for a real run on this machine, nor for each other."""
+    monkeypatch.setenv("SPECPILOT_LEASE_DIR", str(tmp_path / "leases"))
+
+
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     """A deployment folder with prompts of two sources, a tokenizer and a stand-in checkpoint."""

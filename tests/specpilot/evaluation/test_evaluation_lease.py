@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specpilot.errors import EnvironmentProblem, InfrastructureError
-from specpilot.evaluation.lease import CpuUse, CpuWatch, DeviceLease
+from specpilot.evaluation.lease import CpuUse, CpuWatch, DeviceLease, other_engines
 from specpilot.evaluation.physics import is_impossible
 
 HOLD = """
@@ -104,6 +105,22 @@ def test_a_cpu_hog_is_reported() -> None:
         hog.kill()
         hog.wait()
     assert use.foreign_share > 0.5 / use.cores and watch.summary()["warnings"]
+
+
+def test_engines_that_are_not_ours_are_seen_until_they_are_stopped() -> None:
+    # A child of a shell that has gone is nobody's descendant here: a leftover.
+    script = "SPECPILOT_COMMIT=c0ffee sh -c 'exec sleep 30' > /dev/null & echo $!"
+    pid = int(subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE, text=True, check=True, timeout=10).stdout)
+    try:
+        assert f"pid {pid} serving c0ffee" in other_engines([])
+        assert f"pid {pid} serving c0ffee" not in other_engines([pid])
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 5
+        while any(str(pid) in words for words in other_engines([])) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert f"pid {pid} serving c0ffee" not in other_engines([])
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

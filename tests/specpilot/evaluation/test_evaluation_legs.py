@@ -8,7 +8,7 @@ import pytest
 
 from specpilot.contracts import Generation, Leg
 from specpilot.evaluation import legs as arithmetic
-from specpilot.evaluation.errors import EngineCrash, ShortAnswer, UnstreamedAnswer
+from specpilot.evaluation.errors import EngineCrash, ShortAnswer, UnstreamedAnswer, WrongIdentity
 from specpilot.evaluation.legs import require_full, run_leg
 from specpilot.evaluation.prompts import Prompt
 
@@ -88,6 +88,14 @@ def test_answers_that_cannot_be_timed(engine, how: dict, error: type[Exception],
     leg = run_leg(engine(**how), prompts(1), concurrency=1, max_new_tokens=10, side="candidate")
     with pytest.raises(error, match=words):
         require_full(leg, 10)
+
+
+def test_every_leg_checks_who_answers(engine) -> None:
+    base, candidate = engine(commit="aa"), engine(commit="bb")
+    base._client, candidate._client = candidate._client, base._client
+    for server in (base, candidate):
+        with pytest.raises(WrongIdentity, match="commit is"):
+            run_leg(server, prompts(1), concurrency=1, max_new_tokens=4, side="base")
 
 
 def test_a_leg_needs_prompts(engine) -> None:
