@@ -18,7 +18,6 @@ from specpilot.errors import SpecPilotError
 from specpilot.journal import AttemptRow, Journal, RunLock
 from specpilot.paths import JOURNAL_NAME, all_runs, find_run, runs_dir
 
-
 COMPLETE = {StopReason.rounds_done, StopReason.no_headroom, StopReason.no_candidates}
 
 
