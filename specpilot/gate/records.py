@@ -177,4 +177,6 @@ class SelfTestResult(Record):
     null_low: float | None = None
     null_high: float | None = None
     null_decision: str = ""
+    null_pairs: list[float] = Field(default_factory=list)
+    """Ratios of the A/A pairs: the machine's noise, for the smallest effect that a comparison can detect."""
     seconds: float = 0.0

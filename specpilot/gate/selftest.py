@@ -78,6 +78,7 @@ def self_test(context: SelfTestContext, cheats: str | Iterable[str] = "quick") -
         null_low=comparison.low if comparison else None,
         null_high=comparison.high if comparison else None,
         null_decision=comparison.decision if comparison else "",
+        null_pairs=comparison.pairs if comparison else [],
         seconds=time.monotonic() - began,
     )
 
