@@ -27,6 +27,10 @@ from specpilot.evaluation.server import EngineServer
 from specpilot.evaluation.stats import Interval, confidence_sequence, detectable_effect, sample_sd
 
 WARM_UP_TOKENS = 24
+
+WAKE_UP_TOKENS = 4
+"""Tokens asked for, and prompt tokens sent times four, right before each timed leg: a process that has just been
+continued is slower for a moment, and in ABBA order that would hit the second leg of every pair only."""
 SIDES = ("base", "candidate")
 
 SEEN_END_TO_END = 0.5
@@ -93,7 +97,7 @@ class _Session:
         server, (other, idle) = self.servers[side], next(item for item in self.servers.items() if item[0] != side)
         resting = idle.cpu_seconds()
         with self.blamed(side), server.active():
-            server.client.flush_cache()
+            wake_up(server, batch[0])
             self.watch.start(server.cpu_seconds())
             leg = figures.run_leg(
                 server,
@@ -110,6 +114,12 @@ class _Session:
             if idle.cpu_seconds() - resting > IDLE_CPU_S:
                 raise LimitExceeded(f"the {idle} worked while it was stopped", "something continued its processes")
         return leg
+
+
+def wake_up(server: EngineServer, prompt: Prompt) -> None:
+    """A short unmeasured request on the opening of `prompt`, then an empty cache."""
+    server.client.generate(prompt.ids[: 4 * WAKE_UP_TOKENS], max_new_tokens=WAKE_UP_TOKENS, prompt_id="wake-up")
+    server.client.flush_cache()
 
 
 def compare(
