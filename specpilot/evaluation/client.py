@@ -56,7 +56,9 @@ class EngineClient:
             base_url=base_url,
             trust_env=False,
             timeout=httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s)),
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=256, keepalive_expiry=3600.0),
+            # A connection per request: a server that was frozen past its keep-alive time resets the old ones when it wakes.
+            headers={"Connection": "close"},
+            limits=httpx.Limits(max_connections=256, max_keepalive_connections=0),
         )
 
     def close(self) -> None:

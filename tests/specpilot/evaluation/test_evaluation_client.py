@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -110,6 +112,35 @@ def test_nobody_there() -> None:
     assert not client.healthy(0.5)
     with pytest.raises(EngineCrash, match="connection lost"):
         client.server_info()
+
+
+def test_no_request_depends_on_an_old_connection() -> None:
+    """A server frozen past its keep-alive time closes idle connections as it wakes: a reused one would be reset."""
+
+    class Forgetful(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        served = 0
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.served += 1
+            if self.served > 1:
+                self.close_connection = True
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forgetful) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        client = EngineClient(f"http://127.0.0.1:{server.server_address[1]}", 2.0)
+        for _ in range(3):
+            assert client.server_info() == {}
+        client.close()
+        server.shutdown()
 
 
 def test_counters_flush_profile(talk, tmp_path) -> None:

