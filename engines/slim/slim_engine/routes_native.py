@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -59,8 +60,9 @@ def native_routes(service: Service) -> APIRouter:
 
     @router.get("/health")
     @router.get("/health_generate")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> JSONResponse:
+        alive = service.thread.alive
+        return JSONResponse({"status": "ok" if alive else "the engine thread ended"}, 200 if alive else 503)
 
     @router.get("/server_info")
     @router.get("/get_server_info")
@@ -108,8 +110,6 @@ class _Profile:
         return {"trace": str(trace)}
 
     async def _run(self, work: Any) -> None:
-        import asyncio
-
         try:
             await asyncio.wrap_future(self._service.thread.call(work))
         except (ValueError, OSError) as error:

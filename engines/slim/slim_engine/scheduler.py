@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ from slim_engine.round import decode_round, first_token, token_logprobs
 from slim_engine.target import Segment
 
 T = TypeVar("T")
+_GOING_DOWN = "the server is shutting down"
 _SCORE_ROWS = 64  # rows of logits held at once while scoring
 
 
@@ -170,16 +172,27 @@ class EngineThread:
         self._thread.start()
         return self.ready.result()
 
-    def stop(self) -> None:
-        """Ends running requests and the thread."""
+    def halt(self) -> None:
+        """Asks the thread to end running requests, and itself, after the present step. Does not wait."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
+
+    def stop(self) -> None:
+        """`halt`, and waits for the end."""
+        self.halt()
         self._thread.join(timeout=30)
+
+    @property
+    def alive(self) -> bool:
+        """False once the thread has ended, for whatever reason."""
+        return self._thread.is_alive()
 
     def submit(self, request: Request) -> None:
         """Hands a request over; its chunks arrive through request.emit, called in the engine thread."""
-        self._post(lambda: self.ready.result().add(request))
+        if not self._post(lambda: self.ready.result().add(request)):
+            request.finish = {"type": "abort", "message": _GOING_DOWN}
+            request.emit(Chunk([], [], request.finish))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` in the engine thread between two steps."""
@@ -191,13 +204,17 @@ class EngineThread:
             except Exception as error:
                 future.set_exception(error)
 
-        self._post(run)
+        if not self._post(run):
+            future.set_exception(ValueError(_GOING_DOWN))
         return future
 
-    def _post(self, item: Callable[[], None]) -> None:
+    def _post(self, item: Callable[[], None]) -> bool:
+        """False if the thread takes nothing more."""
         with self._wake:
-            self._inbox.append(item)
-            self._wake.notify()
+            if not self._stopping:
+                self._inbox.append(item)
+                self._wake.notify()
+            return not self._stopping
 
     def _run(self) -> None:
         if self._threads:
@@ -208,13 +225,18 @@ class EngineThread:
             except BaseException as error:
                 self.ready.set_exception(error)
                 return
+            gc.freeze()  # the models live as long as the process: no collection need look at them
             self.ready.set_result(scheduler)
             while not self._stopping:
                 with self._wake:
                     while not self._inbox and not scheduler.busy and not self._stopping:
                         self._wake.wait()
-                while self._inbox:
-                    self._inbox.popleft()()
+                self._empty_inbox()
                 if scheduler.busy:
                     scheduler.step()
-            scheduler.abort_all("the server is shutting down")
+            self._empty_inbox()
+            scheduler.abort_all(_GOING_DOWN)
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()

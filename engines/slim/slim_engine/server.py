@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"slim: {service.model_name} ({options.method}) on http://{args.host}:{listener.getsockname()[1]}", flush=True
     )
     try:
-        asyncio.run(_serve(build_app(service), listener))
+        asyncio.run(_serve(build_app(service), listener, thread))
     finally:
         thread.stop()
     return 0
@@ -97,13 +97,18 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _serve(app: FastAPI, listener: socket.socket) -> None:
+async def _serve(app: FastAPI, listener: socket.socket, thread: EngineThread) -> None:
     server = _Uvicorn(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off")
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off")
     )
     loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        thread.halt()  # running streams end with an abort, so that uvicorn has no connection to cut
+        server.should_exit = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+        loop.add_signal_handler(number, end)
     await server.serve(sockets=[listener])
 
 
