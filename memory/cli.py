@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -36,7 +36,7 @@ def make_app(replay: Replay | None = None) -> typer.Typer:
     app = typer.Typer(
         no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="What earlier runs learned."
     )
-    console = Console()
+    console = _Out()
 
     @app.command()
     def inspect(url: Url = None) -> None:
@@ -185,6 +185,14 @@ def _overview(items: list[StoredMechanism]) -> Table:
             escape(", ".join(item.mechanism.requires)) or "-",
         )
     return table
+
+
+class _Out:
+    """Prints to whatever the terminal is when a command runs, not when the commands were built."""
+
+    def print(self, what: object, **options: Any) -> None:
+        """As `rich.console.Console.print`."""
+        Console().print(what, **options)
 
 
 class _clear:

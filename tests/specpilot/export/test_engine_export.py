@@ -35,7 +35,7 @@ def script(folder: Path, name: str, *arguments: str, **environment: str) -> subp
         env={**kept, "ENGINE_PYTHON": sys.executable, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,24 +69,21 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to
 
 
-def environment() -> dict[str, str]:
+def environment(exported: Path) -> dict[str, str]:
+    target = json.loads((exported / "export.json").read_text())["target"]["path"]
     kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "TMPDIR")}
-    return {**kept, "ENGINE_PYTHON": sys.executable, "THREADS": "1"}
+    return {**kept, "ENGINE_PYTHON": sys.executable, "THREADS": "1", "TARGET_DIR": target}
 
 
 @pytest.fixture(scope="module")
 def served(exported: Path) -> Iterator[int]:
     """Port of `serve.sh final`."""
-    done = subprocess.run(
-        [str(exported / "download_models.sh")], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 and "the final engine starts on this machine" in done.stdout, done.stderr
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     server = subprocess.Popen(
         [str(exported / "serve.sh"), "final", str(port)],
-        env=environment(),
+        env=environment(exported),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -93,13 +91,28 @@ def served(exported: Path) -> Iterator[int]:
     for line in server.stdout:
         if line.startswith(b"slim: "):
             break
+    deadline = time.monotonic() + 60
+    while True:  # it says where it will listen a moment before it does
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10).close()
+            break
+        except OSError:
+            assert server.poll() is None and time.monotonic() < deadline, "the server never answered"
+            time.sleep(0.1)
     yield port
     server.terminate()
     server.wait(15)
     server.stdout.close()
 
 
-def test_official_client_streams_a_chat(served: int) -> None:
+def test_exported_engine(served: int, exported: Path) -> None:
+    """One test, so that tests in parallel do not start the servers twice."""
+    check_official_client_streams_a_chat(served)
+    check_it_serves_the_winning_commit_with_its_change(served, exported)
+    check_verify_forces_its_tokens_through_the_reference(exported)
+
+
+def check_official_client_streams_a_chat(served: int) -> None:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{served}/v1", api_key="none") as client:
         model = client.models.list().data[0].id
         assert model == "tiny-target"
@@ -111,7 +124,7 @@ def test_official_client_streams_a_chat(served: int) -> None:
     assert whole.usage.completion_tokens == 20
 
 
-def test_it_serves_the_winning_commit_with_its_change(served: int, exported: Path) -> None:
+def check_it_serves_the_winning_commit_with_its_change(served: int, exported: Path) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{served}/server_info", timeout=10) as answer:
         info = json.load(answer)
     manifest = json.loads((exported / "export.json").read_text())
@@ -119,9 +132,9 @@ def test_it_serves_the_winning_commit_with_its_change(served: int, exported: Pat
     assert info["tunables"]["verify_drafts"] == 2 and info["drafter"]["method"] == "dflash"
 
 
-def test_verify_forces_its_tokens_through_the_reference(exported: Path, served: int) -> None:
+def check_verify_forces_its_tokens_through_the_reference(exported: Path) -> None:
     words = [str(exported / "verify.sh"), "--prompts", "2", "--tokens", "16"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, env=environment(exported), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "token forcing: 32 tokens" in done.stdout and "0 violations" in done.stdout
     requirements = (exported / "requirements.txt").read_text()
