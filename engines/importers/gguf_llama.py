@@ -106,9 +106,12 @@ def build_config(metadata: Metadata, has_own_head: bool) -> dict[str, Any]:
     """The Hugging Face `config.json` of a LlamaForCausalLM from GGUF metadata."""
     hidden = int(_require(metadata, "llama.embedding_length"))
     heads = int(_require(metadata, "llama.attention.head_count"))
-    head_dim = int(metadata.get("llama.attention.key_length", metadata.get("llama.rope.dimension_count", hidden // heads)))
+    rope_dim: Any = metadata.get("llama.rope.dimension_count", hidden // heads)
+    key_length: Any = metadata.get("llama.attention.key_length", rope_dim)
+    head_dim = int(key_length)
     if metadata.get("llama.rope.dimension_count", head_dim) != head_dim:
         raise ImportRefused("rope over a part of head_dim is not supported")
+    pad_token: Any = metadata.get("tokenizer.ggml.padding_token_id", metadata["tokenizer.ggml.eos_token_id"])
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -126,7 +129,7 @@ def build_config(metadata: Metadata, has_own_head: bool) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_hidden_layers": int(_require(metadata, "llama.block_count")),
         "num_key_value_heads": int(metadata.get("llama.attention.head_count_kv", heads)),
-        "pad_token_id": int(metadata.get("tokenizer.ggml.padding_token_id", metadata["tokenizer.ggml.eos_token_id"])),
+        "pad_token_id": int(pad_token),
         "rms_norm_eps": _shortest(_require(metadata, "llama.attention.layer_norm_rms_epsilon")),
         "rope_scaling": None,
         "rope_theta": _shortest(metadata.get("llama.rope.freq_base", 10000.0)),
@@ -207,7 +210,9 @@ class DequantisedTensors(Mapping[str, Float32Array]):
         try:
             values = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError as error:
-            raise ImportRefused(f"tensor {name}: quantisation {tensor.tensor_type!r} cannot be read ({error})") from error
+            raise ImportRefused(
+                f"tensor {name}: quantisation {tensor.tensor_type!r} cannot be read ({error})"
+            ) from error
         values = values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
         if name.endswith("q_proj.weight"):
             return undo_rope_permutation(values, self._config["num_attention_heads"])

@@ -190,7 +190,7 @@ def pack(jobs: list[Job], kinds: list[int], width: int) -> dict[str, np.ndarray]
         flush=True,
     )
     good = short - prompt >= 24
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "tokens": tokens,
         "prompt_length": prompt.astype(np.int32),
         "length": short.astype(np.int32),
