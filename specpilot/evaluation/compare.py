@@ -37,6 +37,11 @@ SEEN_END_TO_END = 0.5
 """Share of the saved decode time that must also be saved from submission to end. Less means that decode time was
 moved to before the first token."""
 
+DISTURBED_SHARE = 0.25
+"""A pair is measured again when other programs took more than this share of the machine's CPU time during one of its
+legs. The rule looks at their CPU use only, never at the result, and treats both sides alike; repeats are counted,
+reported, and at most a third of the pair budget."""
+
 IDLE_CPU_S = 0.05
 """CPU seconds a frozen process may seem to gain (clock resolution)."""
 
@@ -65,6 +70,8 @@ class _Session:
     legs: dict[str, list[Leg]] = field(default_factory=lambda: {side: [] for side in SIDES})
     decode: list[float] = field(default_factory=list)
     end_to_end: list[float] = field(default_factory=list)
+    repeats_left: int = 0
+    repeated: int = 0
 
     def blamed(self, side: str) -> AbstractContextManager[None]:
         """Errors inside the block count against `side`."""
@@ -84,14 +91,20 @@ class _Session:
                     side=side,
                 )
 
-    def pair(self, batch: list[Prompt], order: tuple[str, str]) -> None:
-        """Both sides answer the batch; appends to the samples."""
+    def pair(self, batch: list[Prompt], order: tuple[str, str]) -> bool:
+        """Both sides answer the batch; appends to the samples. False, and nothing kept, if others disturbed it."""
         made = {side: self._leg(side, batch) for side in order}
+        if self.repeats_left > 0 and max(use.foreign_share for use in self.watch.uses[-2:]) > DISTURBED_SHARE:
+            self.repeats_left -= 1
+            self.repeated += 1
+            del self.watch.uses[-2:]
+            return False
         for side in SIDES:
             self.legs[side].append(made[side])
         base, candidate = made["base"], made["candidate"]
         self.decode.append(math.log(figures.decode_rate(candidate) / figures.decode_rate(base)))
         self.end_to_end.append(math.log(figures.end_to_end_rate(candidate) / figures.end_to_end_rate(base)))
+        return True
 
     def _leg(self, side: str, batch: list[Prompt]) -> Leg:
         server, (other, idle) = self.servers[side], next(item for item in self.servers.items() if item[0] != side)
@@ -168,6 +181,7 @@ def compare(
         "noise_sd": noise,
         "noise_from": "A/A pairs" if noise_sd is not None else "this comparison",
         "other_engines": strangers,
+        "pairs_repeated": session.repeated,
         **session.watch.summary(),
     }
     if strangers:
@@ -190,9 +204,14 @@ def _measure(
     """Pairs until the interval, the pair budget or the time budget says stop; never fewer than two."""
     order: tuple[str, str] = ("base", "candidate")
     first = time.monotonic()
-    for done in itertools.count(1):
-        session.pair(_draw(prompts, session.regime.concurrency), order)
+    session.repeats_left = settings.max_pairs // 3
+    while True:
+        if max_seconds is not None and time.monotonic() - began > max_seconds / 2:
+            session.repeats_left = 0
+        if not session.pair(_draw(prompts, session.regime.concurrency), order):
+            continue
         order = (order[1], order[0])
+        done = len(session.decode)
         interval = confidence_sequence(session.decode, alpha)
         if on_pair is not None:
             on_pair(_event(session, interval, settings, time.monotonic() - began))
@@ -200,7 +219,7 @@ def _measure(
             break
         if done >= settings.max_pairs:
             break
-        per_pair = (time.monotonic() - first) / done
+        per_pair = (time.monotonic() - first) / (done + session.repeated)
         if max_seconds is not None and done >= 2 and time.monotonic() - began + per_pair > max_seconds:
             break
     return interval
