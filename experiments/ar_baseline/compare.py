@@ -41,7 +41,10 @@ def main() -> int:
         engines: dict[str, Decode] = {"slim ar": _slim(args, stack)}
         engines |= _transformers(args)
         if args.vllm_python:
-            engines["vllm"] = _vllm(args, stack)
+            engines[f"vllm {args.vllm_dtype}"] = _vllm(args, _start_vllm(args, stack), stack)
+        for named in args.vllm_url:
+            dtype, url = named.split("=", 1)
+            engines[f"vllm {dtype}"] = _vllm(args, url, stack)
         rates = _take_turns(engines, prompts, args.repeats, args.tokens)
     result = {
         "machine": _machine(args.threads),
@@ -94,11 +97,14 @@ def _slim(args: argparse.Namespace, stack: ExitStack) -> Decode:
     return decode
 
 
-def _vllm(args: argparse.Namespace, stack: ExitStack) -> Decode:
+def _start_vllm(args: argparse.Namespace, stack: ExitStack) -> str:
     command = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.target)]
-    command += ["--dtype", args.vllm_dtype, "--max-model-len", "1024", "--enforce-eager", "--host", "127.0.0.1"]
+    command += ["--dtype", args.vllm_dtype, "--max-model-len", "1024", "--max-num-seqs", "1", "--enforce-eager"]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(args.threads)}
-    url = _serve(command, stack, env)
+    return _serve([*command, "--host", "127.0.0.1"], stack, {**env, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+
+
+def _vllm(args: argparse.Namespace, url: str, stack: ExitStack) -> Decode:
     client = stack.enter_context(httpx.Client(timeout=600))
 
     def decode(ids: list[int], tokens: int) -> float:
@@ -232,7 +238,14 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--vllm-python", help="python of an environment with vLLM; its own server is started")
-    parser.add_argument("--vllm-dtype", default="float32", help="vLLM's --dtype")
+    parser.add_argument("--vllm-dtype", default="float32", help="--dtype of that server")
+    parser.add_argument(
+        "--vllm-url",
+        action="append",
+        default=[],
+        metavar="DTYPE=URL",
+        help="a vLLM server that runs already; may be repeated",
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=48, help="new tokens per prompt")
