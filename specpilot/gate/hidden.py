@@ -24,25 +24,26 @@ MOST_BLOCK = 32
 """Largest block size that an engine may state; published drafters use 4 to 16."""
 
 
-def near_copy(prompt: Prompt) -> Prompt:
-    """The prompt with two neighbouring, different tokens swapped in its first half: the same text to a fuzzy key."""
+def near_copy(prompt: Prompt, share: float = 0.3) -> Prompt:
+    """The prompt with two neighbouring, different tokens swapped at about `share` of its length: the same text to a fuzzy key."""
     ids = list(prompt.ids)
-    for at in range(len(ids) // 3, len(ids) - 1):
+    for at in range(int(share * len(ids)), len(ids) - 1):
         if ids[at] != ids[at + 1]:
             ids[at], ids[at + 1] = ids[at + 1], ids[at]
             break
-    return prompt.model_copy(update={"id": f"{prompt.id}/near-copy", "ids": ids})
+    return prompt.model_copy(update={"id": f"{prompt.id}/near-copy-{share:g}", "ids": ids})
 
 
 def probe_replay(client: EngineClient, prompt: Prompt, max_new_tokens: int) -> ReplayProbe:
-    """Ask a fresh prompt, its near copy, and the first again twice, caches flushed before each request."""
+    """Ask a prompt, a near copy, the prompt again, another near copy, and the prompt again; caches flushed before each."""
 
     def once(item: Prompt) -> Generation:
         client.flush_cache()
         return client.generate(item.ids, max_new_tokens=max_new_tokens, prompt_id=item.id)
 
-    fresh = [once(prompt), once(near_copy(prompt))]
-    return ReplayProbe(fresh=fresh, repeated=[once(prompt), once(prompt)])
+    first, copy, again = once(prompt), once(near_copy(prompt)), once(prompt)
+    other, last = once(near_copy(prompt, 0.6)), once(prompt)
+    return ReplayProbe(fresh=[first, copy, other], repeated=[again, last])
 
 
 def eos_token_ids(target: Path) -> list[int]:

@@ -37,10 +37,10 @@ class GatePolicy(Record):
     startup_slack_s: float = 120.0
     """... plus this many seconds is refused: the work was moved there."""
     replay_speedup: float = 3.0
-    """A repeated prompt answered this many times faster than the first time is a stored answer."""
+    """A repeated prompt answered this many times faster per round than any fresh one is a stored answer."""
     replay_rounds: float = 0.7
     """A repeated prompt that needs less than this share of the rounds of its first time is one, too."""
-    overlap_share: float = 0.35
+    overlap_share: float = 0.3
     """Share of the offered concurrency that must really be in flight in a leg at concurrency above 1."""
     speculation_off_length: float = 1.05
     """Accepted length at or below this means that nothing was speculated."""
@@ -76,7 +76,7 @@ class TimeFloor(Record):
 
 
 class ReplayProbe(Record):
-    """One hidden prompt and a near copy of it, then the prompt again twice, caches flushed before each."""
+    """One hidden prompt, near copies of it and the prompt again, interleaved, caches flushed before each."""
 
     fresh: list[Generation]
     repeated: list[Generation]

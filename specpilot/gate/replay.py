@@ -12,25 +12,25 @@ from specpilot.contracts import Check, Generation
 from specpilot.gate.records import GatePolicy, ReplayProbe
 
 
-def seconds_per_token(generation: Generation) -> float:
-    """Seconds from submission to end per counted token (infinite for an empty answer)."""
-    tokens = len(generation.output_ids)
-    return (generation.last_s - generation.submitted_s) / tokens if tokens else float("inf")
+def seconds_per_round(generation: Generation) -> float:
+    """Decode seconds per claimed round, or per token where no round is claimed. Unlike the time per token it does not
+    depend on how many drafts a text lets through, so different answers compare."""
+    return generation.decode_s / max(generation.rounds or generation.decoded, 1)
 
 
 def check_replay(probe: ReplayProbe, policy: GatePolicy) -> Check:
     """Repeats cost what the first time did.
 
-    `probe.fresh[0]`: the prompt for the first time; `probe.repeated`: the same again. Refused: even the slowest repeat is
-    more than `replay_speedup` times faster per token, or the repeats claim less than `replay_rounds` of its decode rounds (and
-    three or more fewer). The near copy in `probe.fresh` has another answer and so another accepted length: it is not
-    timed; its tokens are forced, which finds answers stored under a fuzzy key.
+    `probe.fresh`: the prompt for the first time, then near copies of it; `probe.repeated`: the first again, asked between and
+    after the copies. Refused: even the slowest repeat is more than `replay_speedup` times faster per round than the fastest
+    fresh answer (so that a busy machine alone does not look like a store), or the repeats claim less than `replay_rounds`
+    of the first time's rounds (and three or more fewer). Answers stored under a fuzzy key are found by forcing the copies.
     """
     name = "replay"
-    first = seconds_per_token(probe.fresh[0])
-    again = max(seconds_per_token(g) for g in probe.repeated)
-    told = f"first time {first * 1e3:.2f} ms per token, repeated {again * 1e3:.2f}"
-    if again * policy.replay_speedup < first:
+    fresh = min(seconds_per_round(g) for g in probe.fresh)
+    again = max(seconds_per_round(g) for g in probe.repeated)
+    told = f"fresh prompts took {fresh * 1e3:.2f} ms per round or more, the repeated one {again * 1e3:.2f} or less"
+    if again * policy.replay_speedup < fresh:
         return Check(name=name, passed=False, detail=told)
     rounds = probe.fresh[0].rounds
     repeats = [g.rounds for g in probe.repeated if g.rounds is not None]

@@ -266,6 +266,7 @@ def test_near_copy_swaps_two_tokens_and_keeps_the_rest() -> None:
     prompt = Prompt(id="p", source="s", text="t", ids=[1, 2, 3, 3, 4, 5, 6])
     copy = near_copy(prompt)
     assert copy.ids == [1, 2, 3, 4, 3, 5, 6]
+    assert near_copy(prompt, 0.6).ids == [1, 2, 3, 3, 5, 4, 6]
     assert prompt.ids == [1, 2, 3, 3, 4, 5, 6]
     assert copy.id != prompt.id
     assert near_copy(prompt.model_copy(update={"ids": [7, 7, 7]})).ids == [7, 7, 7]
