@@ -218,8 +218,8 @@ class MeasurementSettings(Section):
 class Budget(Section):
     """When the run ends, at the latest."""
 
-    rounds: int = Field(2, ge=1)
-    """Rounds of the loop."""
+    rounds: int = Field(2, ge=0)
+    """Rounds of the loop; 0 prepares a run for `specpilot attempt` and stops there."""
     wall_clock_minutes: float | None = Field(15.0, gt=0.0)
     """Minutes from the start, time before a resume included; null: no limit."""
     usd: float | None = Field(None, ge=0.0)

@@ -14,4 +14,5 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("SPECPILOT_HOME", str(home))
     monkeypatch.delenv("SPECPILOT_MEMORY_URL", raising=False)
+    monkeypatch.setenv("SPECPILOT_LEASE_DIR", str(home))  # tests do not wait for real runs on this machine
     yield home

@@ -7,6 +7,7 @@ time per device.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from specpilot.agents import AgentError, ComponentGap, Proposal, WorkContext, Worker
 from specpilot.contracts import AttemptState, Candidate, Claim, GapTable, Reason
@@ -71,7 +72,7 @@ def explore(context: RunContext, number: int, workers: list[Worker], work: WorkC
     for worker in workers:
         result: WorkerResult = context.journal.step(
             f"r{number}/worker/{worker.name}",
-            lambda w=worker: _one_worker(context, number, w, work),
+            partial(_one_worker, context, number, worker, work),
             model=WorkerResult,
         )
         if result.note:

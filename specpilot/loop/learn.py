@@ -67,6 +67,7 @@ def _remember(context: RunContext, candidate: Candidate, work: WorkContext) -> s
         work,
         task=str(data.get("task") or ""),
         remember=draft,
+        first_tree=context.tree_at(context.trees.first_commit),
     )
     context.memory.add(mechanism, origin=context.meta.run_id)
     return mechanism.name

@@ -27,6 +27,7 @@ from specpilot.journal import Journal, ProcessRow, RunLock
 from specpilot.loop.budget import BudgetClock
 from specpilot.loop.context import RunContext
 from specpilot.loop.finish import finish
+from specpilot.loop.observe import observe
 from specpilot.loop.prepare import first_baselines, prepare
 from specpilot.loop.records import Prepared, RunMeta
 from specpilot.loop.rounds import run_round
@@ -183,8 +184,12 @@ def _workflow(context: RunContext) -> Outcome:
         if result.stop is not None:
             stop = result.stop
             break
+    if context.deployment.budget.rounds == 0:
+        observe(context, "r0/observe", head, "stock")
     head = head_of(context)  # attempts from outside may have gone further
-    four = finish(context, head, stop)
+    context.journal.set_meta("stop_reason", stop.value)
+    idle = context.deployment.budget.rounds == 0 and head == context.trees.first_commit
+    four = {} if idle else finish(context, head, stop)
     outcome = Outcome(context.run_dir, stop, four)
     _report(context, outcome)
     return outcome

@@ -6,6 +6,7 @@ Screening decides nothing: the best setting becomes a candidate like any other, 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from specpilot.agents import SearchWorker, WorkContext
 from specpilot.agents.search import Trial
@@ -33,7 +34,8 @@ def tune(context: RunContext, number: int, work: WorkContext) -> list[Submitted]
 
 
 def _search(context: RunContext, number: int, work: WorkContext) -> WorkerResult:
-    worker = SearchWorker(trials=context.deployment.agents.search.trials)
+    settings = context.deployment.agents.search
+    worker = SearchWorker(trials=settings.trials, control=settings.control)
     session = worker.open(work)
     if session is None:
         return WorkerResult(worker="search", attempts=[], note="the engine declares nothing to tune")
@@ -41,7 +43,7 @@ def _search(context: RunContext, number: int, work: WorkContext) -> WorkerResult
     with context.engine(work.base_commit, "final", f"{key}-base") as base:
         base.freeze()
         while context.budget.may_start(EXPECTED_TRIAL_S) is None and (trial := session.ask()) is not None:
-            ratio = patiently(context, key, lambda t=trial: _screen(context, key, base, work, t))
+            ratio = patiently(context, key, partial(_screen, context, key, base, work, trial))
             session.tell(trial, ratio)
             context.say("trial", worker="search", arm=trial.arm, values=trial.values, ratio=ratio)
     proposal = session.proposal()

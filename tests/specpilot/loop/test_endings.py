@@ -1,0 +1,95 @@
+"""Ends of a run other than success: each has its stop reason, its exit code, and keeps what was paid for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specpilot.contracts import AttemptState, StopReason
+from specpilot.errors import DigestError, InfrastructureError, RunFolderError, RunLockedError, UsageError
+from specpilot.journal import Journal, RunLock
+from specpilot.loop import budget
+from specpilot.loop.run import optimize, resume
+from specpilot.memory import MemoryStore
+from specpilot.paths import JOURNAL_NAME
+from tests.helpers.fake_server import Behaviour
+from tests.specpilot.loop.setting import fake_setting, patch_between, remember
+
+STOCK = Behaviour(round_s=0.004)
+
+
+def stop_reason(run: Path) -> str:
+    journal = Journal.open(run / JOURNAL_NAME)
+    try:
+        return str(journal.meta()["stop_reason"])
+    finally:
+        journal.close()
+
+
+def test_wall_clock_ends_a_run_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock runs out before the first candidate: it is not measured, the closing session still is, exit code 6."""
+    deployment = fake_setting(tmp_path, STOCK)
+    memory = f"sqlite:///{tmp_path / 'memory.sqlite'}"
+    with MemoryStore(memory, seed_folder=None) as store:
+        remember(store, "faster", patch_between(STOCK, replace(STOCK, round_s=0.001)))
+    monkeypatch.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
+    outcome = optimize(deployment, tmp_path / "run", plain=True, memory=memory)
+    assert outcome.stop is StopReason.budget_wall_clock
+    assert outcome.exit_code == 6
+    assert set(outcome.final["variants"]) == {"ar", "stock", "final", "final-ar"}
+    journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
+    assert [row.state for row in journal.attempts()] == [AttemptState.superseded]
+    assert stop_reason(tmp_path / "run") == "budget-wall-clock"
+
+
+def test_infrastructure_failure_is_said_so(tmp_path: Path) -> None:
+    """A stock engine that dies is nobody's score: the run stops, names it, and can be resumed."""
+    deployment = fake_setting(tmp_path, replace(STOCK, die_after_requests=1))
+    with pytest.raises(InfrastructureError):
+        optimize(deployment, tmp_path / "run", plain=True, memory=f"sqlite:///{tmp_path / 'm.sqlite'}")
+    assert stop_reason(tmp_path / "run") == "infrastructure"
+
+
+def test_changed_weights_end_a_resume(tmp_path: Path) -> None:
+    deployment = fake_setting(tmp_path, replace(STOCK, die_after_requests=1))
+    with pytest.raises(InfrastructureError):
+        optimize(deployment, tmp_path / "run", plain=True, memory=f"sqlite:///{tmp_path / 'm.sqlite'}")
+    (deployment.folder / "drafter" / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(DigestError, match="drafter's weights changed"):
+        resume(tmp_path / "run", plain=True)
+
+
+def test_second_run_on_the_same_folder(tmp_path: Path) -> None:
+    deployment = fake_setting(tmp_path, STOCK)
+    run = tmp_path / "run"
+    with RunLock(run), pytest.raises(RunLockedError, match="in use by process"):
+        optimize(deployment, run, plain=True)
+    (run / JOURNAL_NAME).write_bytes(b"")
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        optimize(deployment, run, plain=True)
+
+
+def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    deployment = fake_setting(tmp_path, STOCK)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("do not lose me")
+    with pytest.raises(RunFolderError, match="not empty"):
+        optimize(deployment, tmp_path / "run", plain=True)
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "do not lose me"
+
+
+def test_resume_of_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="holds no run"):
+        resume(tmp_path, plain=True)
+
+
+def test_undeclared_tunable(tmp_path: Path) -> None:
+    from specpilot.loop.prepare import starting_tunables
+
+    deployment = fake_setting(tmp_path, STOCK)
+    engine = deployment.engine.model_copy(update={"tunables": {"nonsense": 1}})
+    changed = deployment.model_copy(update={"engine": engine})
+    with pytest.raises(UsageError, match="nonsense"):
+        starting_tunables(deployment.engine_tree(), changed)
