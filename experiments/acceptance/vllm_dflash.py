@@ -1,6 +1,6 @@
 """Accepted length of the drafter under vLLM's own `dflash` method, an independent reader of the same checkpoint.
 
-    VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=2 \
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=2 \
         python vllm_dflash.py --target DIR --drafter DIR --prompts hidden.jsonl [--per-source 10] [--tokens 128]
 
 Needs an environment with vLLM (vllm-cpu 0.32.0 was used; see README.md). Greedy, float32, one request at a time. Two
@@ -37,6 +37,25 @@ def counters(llm: Any) -> list[float]:
     return [values.get(name, 0.0) for name in COUNTERS]
 
 
+def mend_context_norm() -> None:
+    """Give each draft layer its own key norm over the context.
+
+    vLLM 0.32 normalises the context keys of all layers by one call with a [layers, head_dim] weight; its CPU kernel
+    reads the first row only, so that layers 1.. get layer 0's weight (seen with vllm-cpu 0.32.0; --stock shows it).
+    """
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normalise(self: Any, keys: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(keys)
+        for layer in range(len(keys)):
+            ops.rms_norm(out[layer], keys[layer], self._k_norm_weights[layer], self._rms_norm_eps)
+        return out
+
+    DFlashQwen3Model._normalize_context_k = normalise
+
+
 def main() -> None:
     """Decode, then print and write one record a source."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,7 +66,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--drafts", type=int, default=7, help="draft tokens a round")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stock", action="store_true", help="do not mend vLLM's context key norm on the CPU")
     args = parser.parse_args()
+    if not args.stock:
+        mend_context_norm()
     from vllm import LLM, SamplingParams
 
     llm = LLM(
