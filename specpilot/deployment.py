@@ -181,8 +181,12 @@ class GateSettings(Section):
     """Hidden prompts per concurrency in the gate's own pass."""
     hidden_concurrencies: list[int] = Field(default_factory=lambda: [1, 4], min_length=1)
     """Concurrencies of the gate's own pass."""
+    hidden_tokens: int = Field(64, ge=8)
+    """New tokens per hidden answer of fixed length."""
     natural_stop_prompts: int = Field(4, ge=0)
     """Prompts answered without a forced length, to compare stop behaviour."""
+    natural_tokens: int = Field(256, ge=8)
+    """Most new tokens of such an answer."""
     cheats: Literal["all", "quick", "none"] | list[str] = "quick"
     """Planted cheats the gate must reject before round 1: all, quick (one per way to cheat), none, or names."""
 
@@ -203,6 +207,8 @@ class MeasurementSettings(Section):
     """Fewest pairs before a decision."""
     output_tokens_timed: int | None = Field(None, ge=16)
     """Tokens per timed answer; null: the regime's output_tokens."""
+    max_seconds: float | None = Field(None, gt=0.0)
+    """Most seconds per comparison; null: max_pairs alone decides."""
     alpha: float = Field(0.05, gt=0.0, lt=0.5)
     """Error rate over all candidates of the run."""
     min_effect: float = Field(1.02, ge=1.0)

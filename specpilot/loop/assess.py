@@ -6,6 +6,7 @@ infrastructure error: never a score; it is retried, and after a few in a row the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -15,11 +16,11 @@ from specpilot.evaluation.compare import PairEvent, compare
 from specpilot.evaluation.errors import CandidateFailed, blame_candidate
 from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
-from specpilot.evaluation.stats import level_for
+from specpilot.evaluation.stats import level_for, sample_sd
 from specpilot.gate.diffcheck import check_diff
 from specpilot.gate.hidden import eos_token_ids, run_hidden_pass
 from specpilot.gate.policy import policy_of
-from specpilot.gate.records import DiffReport, HiddenPass
+from specpilot.gate.records import DiffReport, HiddenPass, SelfTestResult
 from specpilot.gate.verdict import judge, rejection
 from specpilot.loop.context import RunContext
 from specpilot.loop.observe import time_floor
@@ -123,9 +124,19 @@ def _compare(
         level,
         regime=context.deployment.regime,
         on_pair=on_pair,
+        noise_sd=_noise(context),
+        max_seconds=context.deployment.measurement.max_seconds,
     )
     context.say("comparison", attempt=candidate.attempt_id, **comparison.model_dump(mode="json"))
     return comparison, legs
+
+
+def _noise(context: RunContext) -> float | None:
+    """Standard deviation of one pair's log-ratio when nothing changed, from the self-test's A/A pairs."""
+    if not context.journal.finished("selftest"):
+        return None
+    pairs = context.journal.result("selftest", SelfTestResult).null_pairs
+    return sample_sd([math.log(ratio) for ratio in pairs]) if len(pairs) > 1 else None
 
 
 def _judge(

@@ -6,16 +6,21 @@ time per device.
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from specpilot.agents import AgentError, ComponentGap, Proposal, WorkContext, Worker
 from specpilot.contracts import AttemptState, Candidate, Claim, GapTable, Reason
+from specpilot.journal import AttemptRow
 from specpilot.loop.attempts import advance, reject
 from specpilot.loop.context import RunContext
 from specpilot.loop.learn import fingerprint, memory_hardware
 from specpilot.loop.records import Submitted, WorkerResult
 from specpilot.workspace import UnsafeChange
+
+SMALL = 0.25
+"""Share of the best proposal's predicted log-ratio below which a proposal waits for a later round."""
 
 
 def work_context(
@@ -56,14 +61,23 @@ def component_gaps(table: GapTable) -> list[ComponentGap]:
 
 
 def tried_mechanisms(context: RunContext, before_round: int) -> set[str]:
-    """Mechanisms that earlier rounds of this run tried, whatever came of it."""
+    """Mechanisms that earlier rounds settled: merged, refused by the gate, or surely no gain.
+
+    One that merely showed no effect may be tried again on a faster engine: what it saves can have been hidden behind
+    a bottleneck that has been removed since.
+    """
     found = set()
     for row in context.journal.attempts():
         claim = (row.data.get("candidate") or {}).get("claim") or {}
         name = claim.get("mechanism") or row.data.get("mechanism")
-        if row.round < before_round and name:
+        if row.round < before_round and name and not _merely_null(row):
             found.add(str(name))
     return found
+
+
+def _merely_null(row: AttemptRow) -> bool:
+    comparison = (row.data.get("assessment") or {}).get("comparison") or {}
+    return row.reason is Reason.no_gain and comparison.get("decision") == "null"
 
 
 def explore(context: RunContext, number: int, workers: list[Worker], work: WorkContext) -> list[Submitted]:
@@ -87,7 +101,7 @@ def explore(context: RunContext, number: int, workers: list[Worker], work: WorkC
 
 
 def _one_worker(context: RunContext, number: int, worker: Worker, work: WorkContext) -> WorkerResult:
-    proposals = worker.plan(work)
+    proposals, later = worth_now(worker.plan(work))
     with ThreadPoolExecutor(max_workers=context.deployment.agents.workers) as pool:
         attempts = list(
             pool.map(
@@ -95,7 +109,26 @@ def _one_worker(context: RunContext, number: int, worker: Worker, work: WorkCont
                 enumerate(proposals, start=1),
             )
         )
-    return WorkerResult(worker=worker.name, attempts=attempts, note="; ".join(getattr(worker, "notes", [])))
+    waiting = [
+        f"{p.mechanism or p.component}: a later round, predicted {p.claim.predicted_gain or 1.0:.2f}x" for p in later
+    ]
+    return WorkerResult(
+        worker=worker.name, attempts=attempts, note="; ".join([*getattr(worker, "notes", []), *waiting])
+    )
+
+
+def worth_now(proposals: list[Proposal]) -> tuple[list[Proposal], list[Proposal]]:
+    """Splits proposals into those to measure now and those that wait for a faster engine.
+
+    Large levers first: a small effect is dear to measure on a slow engine and is often hidden behind the bottleneck that a
+    large one removes. What is predicted to gain less than `SMALL` of the best proposal's log-ratio waits a round; without
+    a prediction nobody waits. Nothing is dropped: as soon as no large lever is left, all are measured.
+    """
+    logs = [math.log(p.claim.predicted_gain) if p.claim.predicted_gain else None for p in proposals]
+    best = max((value for value in logs if value is not None), default=0.0)
+    now = [value is None or value >= SMALL * best for value in logs]
+    pairs = list(zip(proposals, now, strict=True))
+    return [p for p, kept in pairs if kept], [p for p, kept in pairs if not kept]
 
 
 def submit(context: RunContext, number: int, attempt_id: str, proposal: Proposal, base: str) -> Submitted:

@@ -1,0 +1,40 @@
+"""What is measured now and what waits: the arithmetic of the round's plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from specpilot.agents import ClaimDraft, FileEdit, Proposal
+from specpilot.loop.explore import worth_now
+
+
+def proposal(name: str, gain: float | None) -> Proposal:
+    return Proposal("recall", "target.mlp", name, ClaimDraft("target.mlp", name, gain), FileEdit(), mechanism=name)
+
+
+def names(proposals: list[Proposal]) -> list[str]:
+    return [item.task for item in proposals]
+
+
+def test_small_levers_wait_for_the_large_one() -> None:
+    """log 2 is 0.693, a quarter of it 0.173: 1.19x stays, 1.18x waits."""
+    now, later = worth_now([proposal("big", 2.0), proposal("kept", 1.19), proposal("waits", 1.18)])
+    assert (names(now), names(later)) == (["big", "kept"], ["waits"])
+
+
+def test_small_levers_among_themselves_are_all_measured() -> None:
+    now, later = worth_now([proposal("a", 1.08), proposal("b", 1.03), proposal("c", 1.05)])
+    assert (names(now), later) == (["a", "b", "c"], [])
+
+
+def test_without_a_prediction_nobody_waits() -> None:
+    now, later = worth_now([proposal("unknown", None), proposal("big", 3.0)])
+    assert (names(now), later) == (["unknown", "big"], [])
+
+
+@pytest.mark.parametrize("gains", [[], [1.0], [0.9, 0.8]])
+def test_no_gain_predicted_anywhere(gains: list[float]) -> None:
+    """With nothing to gain the threshold is zero: predicted losses wait, an even one does not."""
+    now, later = worth_now([proposal(str(gain), gain) for gain in gains])
+    assert names(now) == [str(gain) for gain in gains if gain >= 1.0]
+    assert len(now) + len(later) == len(gains)
