@@ -79,6 +79,11 @@ def analyse(
         "bytes": {b.component: b.bytes for b in bound.components},
     }
     warnings = list(profile.warnings) if profile else []
+    if profile and profile.varied:
+        warnings.append(
+            f"the engine varies its width: {profile.rounds} of {profile.of_rounds} rounds had {regime.rows} rows, and the table "
+            "is of those"
+        )
     if hardware.lower_bound:
         warnings.append(f"{hardware.name}: its figures are lower bounds, so real bounds are shorter than shown")
     return gap_table(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,20 @@ class Hardware:
     lower_bound: bool = False
     """True when the figures are only lower bounds of what the machine can do (no compiler, or it was busy)."""
     notes: tuple[str, ...] = ()
-    median: dict[str, float] = field(default_factory=dict)
-    """Medians over the probe's repeats, next to the best-of figures above."""
+    best: dict[str, float] = field(default_factory=dict)
+    """Fastest passes of the probe (`read_gbs`, `copy_gbs`, `fma_gflops`, `fork_join_us`). The roofs above are its medians:
+    what the machine sustains, since a serving engine cannot live on a burst of a shared host."""
+
+    def at_best(self) -> Hardware:
+        """The same machine at its fastest passes: for limits that no honest engine may ever be held below."""
+        if not self.best:
+            return self
+        return replace(
+            self,
+            bandwidth_gbs=max(self.bandwidth_gbs, self.best.get("read_gbs", 0.0)),
+            peak_gflops=self.peak_gflops | {"float32": max(self.peak(), self.best.get("fma_gflops", 0.0))},
+            launch_us=min(self.launch_us, self.best.get("fork_join_us", self.launch_us)),
+        )
 
     def peak(self, compute: str | None = None) -> float:
         """GFLOP/s for a compute type; by default bfloat16 on a GPU and float32 on a CPU."""

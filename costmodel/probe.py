@@ -167,17 +167,17 @@ def measure_machine(*, threads: int | None = None, repeats: int | None = None) -
     return Hardware(
         name=f"{machine.model}, {count} threads",
         kind="cpu",
-        bandwidth_gbs=figures["read_gbs"]["best"],
-        copy_gbs=figures["copy_gbs"]["best"],
-        peak_gflops={"float32": figures["fma_gflops"]["best"]},
-        launch_us=figures["fork_join_us"]["best"],
+        bandwidth_gbs=figures["read_gbs"]["median"],
+        copy_gbs=figures["copy_gbs"]["median"],
+        peak_gflops={"float32": figures["fma_gflops"]["median"]},
+        launch_us=figures["fork_join_us"]["median"],
         cache_bytes=machine.cache_bytes,
         source="measured",
         threads=count,
         isa=machine.isa,
         lower_bound=lower_bound,
         notes=(*notes, f"measured {time.strftime('%Y-%m-%d %H:%M:%S')}, {buffer >> 20} MiB working set"),
-        median={key: value["median"] for key, value in figures.items() if key != "read_cpu_share"},
+        best={key: value["best"] for key, value in figures.items() if key != "read_cpu_share"},
     )
 
 

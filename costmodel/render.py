@@ -65,8 +65,8 @@ def machine_table(measured: Hardware, sheet: Hardware | None = None) -> Table:
     )
     grid.add_column("")
     grid.add_column("best" if measured.source == "measured" else "datasheet", justify="right")
-    if measured.median:
-        grid.add_column("median", justify="right")
+    if measured.best:
+        grid.add_column("best pass", justify="right")
     if sheet is not None:
         grid.add_column(sheet.name, justify="right")
     rows: list[tuple[str, str, str, str]] = [
@@ -78,8 +78,8 @@ def machine_table(measured: Hardware, sheet: Hardware | None = None) -> Table:
     ]
     for label, field, key, form in rows:
         cells = [label, _figure(measured, field, form)]
-        if measured.median:
-            cells.append(format(measured.median[key], form) if key in measured.median else "")
+        if measured.best:
+            cells.append(format(measured.best[key], form) if key in measured.best else "")
         if sheet is not None:
             cells.append(_figure(sheet, field, form))
         grid.add_row(*cells)

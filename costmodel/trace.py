@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,7 @@ class Profile:
     component_ms: dict[str, float]
     round_ms: float
     rounds: int
+    """Rounds that the medians are over: those of the commonest number of rows, where it varies."""
     rows: float | None
     """Median target rows per round, all requests together, where the rounds say so."""
     requests: float | None
@@ -53,6 +54,13 @@ class Profile:
     draft_vocab: float | None = None
     """Median rows of the draft head, where the rounds say so (a reduced draft head should)."""
     warnings: tuple[str, ...] = ()
+    of_rounds: int = 0
+    """All rounds of the trace."""
+
+    @property
+    def varied(self) -> bool:
+        """True if rounds of other widths were left out."""
+        return self.rounds < self.of_rounds
 
 
 def load_events(path: Path | str) -> list[dict[str, Any]]:
@@ -119,6 +127,8 @@ def attribute(
     rounds = sorted((s for s in found if s.name == ROUND), key=lambda s: s.start)
     if not rounds:
         raise CostModelError("the trace has no `round` event: profile while requests are being decoded")
+    committed, total = _mean_committed(rounds), len(rounds)
+    rounds = _commonest_width(rounds)
     times = _per_round(found, rounds, rename)
     warnings: list[str] = []
     round_ms = median((r.end - r.start) / 1e3 for r in rounds)
@@ -140,11 +150,19 @@ def attribute(
         rows=_median_arg(rounds, "rows"),
         requests=_median_arg(rounds, "requests"),
         context_len=_median_arg(rounds, "context_len"),
-        accepted_length=_mean_committed(rounds),
+        accepted_length=committed,
+        of_rounds=total,
         draft_rows=_median_arg(rounds, "draft_rows"),
         draft_vocab=_median_arg(rounds, "draft_vocab"),
         warnings=tuple(warnings),
     )
+
+
+def _commonest_width(rounds: list[Span]) -> list[Span]:
+    """Rounds with the commonest number of rows: one bound belongs to one width, and medians over several mean nothing."""
+    widths = Counter(r.args.get("rows") for r in rounds)
+    width, _ = max(widths.items(), key=lambda item: (item[1], item[0] or 0))
+    return [r for r in rounds if r.args.get("rows") == width]
 
 
 def _per_round(found: Sequence[Span], rounds: Sequence[Span], rename: Mapping[str, str]) -> list[dict[str, float]]:

@@ -93,6 +93,6 @@ def time_floor(context: RunContext) -> TimeFloor:
     """
     hardware = hardware_of(context)
     regime = Regime(rows=1, context_len=0, weight_bits=W12_BITS)
-    bound = bound_of(Path(context.identity.target_dir), "none", hardware, regime)
+    bound = bound_of(Path(context.identity.target_dir), "none", hardware.at_best(), regime)
     milliseconds = min(bound.ms, bound.fused_ms) * (UNSURE_ROOF if hardware.lower_bound else 1.0)
     return TimeFloor(round_s=milliseconds / 1e3, source="one row, 12-bit lossless weights, no drafter")

@@ -40,7 +40,8 @@ def test_native_probe_is_positive_and_repeatable(monkeypatch):
         found.append(measure_machine())  # other tests may use the cores meanwhile: two of five must agree
         assert found[-1].source == "measured" and found[-1].copy_gbs
         assert found[-1].ridge > 0.1 and found[-1].launch_us > 0
-        assert found[-1].median["read_gbs"] <= found[-1].bandwidth_gbs
+        assert found[-1].bandwidth_gbs <= found[-1].best["read_gbs"]
+        assert found[-1].at_best().bandwidth_gbs == found[-1].best["read_gbs"]
     assert any(agree(a, b) for a, b in combinations(found, 2)), found
 
 

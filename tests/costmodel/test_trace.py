@@ -215,3 +215,22 @@ def test_rendering_shows_every_component_and_warning():
     text = console.export_text()
     for word in ("draft.mlp", "target.mlp", "host", "150%", "model is wrong", "recoverable"):
         assert word in text
+
+
+def test_rounds_of_the_commonest_width_make_the_table() -> None:
+    """Two rounds of 8 rows and 10 ms, one of 2 rows and 4 ms: the table is of the 10 ms, the acceptance of all three."""
+    events = [
+        {
+            "name": "round",
+            "ph": "X",
+            "ts": 20_000.0 * k,
+            "dur": dur,
+            "pid": 1,
+            "tid": 1,
+            "args": {"rows": rows, "committed": c},
+        }
+        for k, (rows, dur, c) in enumerate([(8, 10_000.0, 4), (2, 4_000.0, 1), (8, 10_000.0, 4)])
+    ]
+    profile = attribute(events, ["host"])
+    assert (profile.round_ms, profile.rows, profile.rounds, profile.of_rounds, profile.varied) == (10.0, 8, 2, 3, True)
+    assert profile.accepted_length == 3.0
