@@ -26,10 +26,10 @@ def markdown(data: ReportData) -> str:
     hardware, software = data.hardware, data.software
     lines = [
         f"One run of `make optimize` on {data.created[:10]}: {hardware.get('name', 'unknown machine')}, "
-        f"{hardware.get('threads')} threads, {hardware.get('bandwidth_gbs', 0):.0f} GB/s read, "
+        f"{hardware.get('bandwidth_gbs', 0):.0f} GB/s read, "
         f"{hardware.get('peak_gflops', {}).get('float32', 0):.0f} GFLOP/s float32 (both measured), "
         f"torch {software.get('torch', '?')}, {software.get('compiler', 'no compiler')}. "
-        f"Medians over prompts; ratios are paired with {100 * (1 - 0.05):.0f} % intervals; absolute rates wander with the machine, ratios are what counts.",
+        "Medians over prompts; ratios are paired, with 95 % intervals. Absolute rates wander with the machine; ratios count.",
         "",
         "| engine | decode tokens/s | accepted length | over `ar` | over `stock` |",
         "|---|---|---|---|---|",

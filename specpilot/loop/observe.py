@@ -7,6 +7,7 @@ from pathlib import Path
 from specpilot.contracts import GapTable, Generation
 from specpilot.costmodel.analyse import analyse, bound_of
 from specpilot.costmodel.arithmetic import W12_BITS, Regime
+from specpilot.costmodel.hardware import Hardware
 from specpilot.errors import InfrastructureError
 from specpilot.evaluation.server import EngineServer
 from specpilot.gate.records import TimeFloor
@@ -31,8 +32,11 @@ def observe(context: RunContext, key: str, commit: str, variant: str = "final") 
     return table
 
 
-def profile_engine(context: RunContext, key: str, server: EngineServer) -> GapTable:
-    """Decodes a few tuning prompts without the profiler (true round time) and a few with it (component shares)."""
+def profile_engine(context: RunContext, key: str, server: EngineServer, hardware: Hardware | None = None) -> GapTable:
+    """Decodes a few tuning prompts without the profiler (true round time) and a few with it (component shares).
+
+    `hardware`: the roofs to compare with; None: those recorded when the run began.
+    """
     prompts = context.prompts(key).take("tuning", PLAIN_PROMPTS + PROFILED_PROMPTS + 1)
     tokens = min(context.deployment.timed_tokens(), 96)
 
@@ -52,7 +56,7 @@ def profile_engine(context: RunContext, key: str, server: EngineServer) -> GapTa
         trace,
         Path(identity.target_dir),
         identity.drafter,
-        hardware_of(context),
+        hardware or hardware_of(context),
         regime_of(context, plain),
         round_ms=round_milliseconds(plain),
         commit=server.commit,
