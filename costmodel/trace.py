@@ -59,8 +59,8 @@ class Profile:
 
     @property
     def varied(self) -> bool:
-        """True if rounds of other widths were left out."""
-        return self.rounds < self.of_rounds
+        """True if the engine chooses its width: more rounds of other widths than answers' last rounds explain."""
+        return self.rounds < 0.9 * self.of_rounds
 
 
 def load_events(path: Path | str) -> list[dict[str, Any]]:
