@@ -126,7 +126,8 @@ def nothing_free(where: Path | str) -> bool:
     path = Path(where)
     existing = next((folder for folder in (path, *path.parents) if folder.exists()), None)
     try:
-        return existing is not None and shutil.disk_usage(existing).free < ROOM_BYTES
+        room = shutil.disk_usage(existing) if existing is not None else None
+        return room is not None and room.total > 0 and room.free < ROOM_BYTES  # /proc and the like have no size
     except OSError:
         return False
 

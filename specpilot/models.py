@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from specpilot.contracts import Record
 from specpilot.deployment import Deployment, DrafterMethod, TargetSpec, WheelSource
@@ -97,6 +98,7 @@ def _drafter(deployment: Deployment) -> tuple[str, str | None]:
         return str(spec.method), None
     folder = deployment.resolve(spec.path or "")
     _need_checkpoint(folder, f"drafter.path of deployment {deployment.name}")
+    _read_config(folder)
     digest = weights_digest(folder)
     _compare(digest, spec.sha256, f"drafter weights in {folder}")
     return str(folder), digest
@@ -234,11 +236,19 @@ def _need_checkpoint(folder: Path, what: str) -> None:
         )
 
 
-def _check_architecture(folder: Path, expected: str) -> None:
+def _read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's `config.json`. Raises `ModelError` when it is no JSON object."""
     try:
-        names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-    except (OSError, ValueError, AttributeError) as error:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error}", "fetch the checkpoint again.") from error
+    return config
+
+
+def _check_architecture(folder: Path, expected: str) -> None:
+    names = _read_config(folder).get("architectures") or []
     if expected not in names:
         raise ModelError(
             f"target in {folder} is {', '.join(names) or 'of unnamed architecture'}, the deployment says {expected}",

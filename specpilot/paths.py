@@ -67,6 +67,10 @@ def find_run(name: str) -> Path:
 
     Raises `RunFolderError` when there is none, or more than one.
     """
+    if not name.strip():
+        raise RunFolderError(
+            "the name of the run is empty", "give a run id, a folder, or `latest`; `specpilot runs` lists them."
+        )
     direct = Path(name).expanduser()
     if (direct / JOURNAL_NAME).is_file():
         return direct.resolve()

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from specpilot import __version__
 from specpilot.cli import attempt, deployments, doctor, export, fetch, maintenance, memory, optimize, roofline, status
-from specpilot.errors import DiskFullError, SpecPilotError, is_disk_full
+from specpilot.errors import DiskFullError, EnvironmentProblem, SpecPilotError, is_disk_full
 from specpilot.paths import logs_dir
 
 
@@ -102,6 +102,11 @@ def _named(error: Exception) -> SpecPilotError:
         )
         missing.exit_code = 3  # type: ignore[misc]
         return missing
+    if isinstance(error, PermissionError | NotADirectoryError | FileNotFoundError) and error.filename:
+        return EnvironmentProblem(
+            f"{error.filename}: {error.strerror}",
+            f"check that folder and its permissions; SPECPILOT_HOME says where runs are kept. Details: {_write_traceback(error) or 'none'}.",
+        )
     where = _write_traceback(error)
     return SpecPilotError(
         f"unexpected {type(error).__name__}: {str(error)[:300]}",

@@ -62,6 +62,9 @@ def check(deployment: Deployment) -> None:
             f"deployment {deployment.name}: no file {', '.join(map(str, prompts))}",
             "correct workload, or write the prompts.",
         )
+    from specpilot.evaluation.prompts import check_prompt_files
+
+    check_prompt_files(deployment)
     if missing:
         raise MissingModelError(
             f"deployment {deployment.name}: no file {', '.join(map(str, missing))}",

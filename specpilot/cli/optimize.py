@@ -57,6 +57,8 @@ def new_run_dir(wanted: Path | None, name: str) -> Path:
     if wanted is None:
         return runs_dir() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
     folder = wanted.expanduser().resolve()
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"{folder} is a file, not a folder", "give a new folder as --run-dir.")
     holder = RunLock.holder(folder)
     if holder:
         raise RunLockedError(f"{folder} is in use by {holder}", "wait for it, or give another --run-dir.")

@@ -146,6 +146,23 @@ def read_prompts(path: Path) -> list[dict[str, str]]:
     return rows
 
 
+def check_prompt_files(deployment: Deployment) -> None:
+    """Reads both sets whole, so that a broken line is told before anything is spent.
+
+    Raises UsageError for it, and for a prompt that is in both sets: what workers may see is not hidden.
+    """
+    texts = {
+        which: {row["text"]: row["id"] for path in deployment.prompt_files(which) for row in read_prompts(path)}
+        for which in ("tuning", "hidden")
+    }
+    shared = [texts["hidden"][text] for text in texts["hidden"] if text in texts["tuning"]]
+    if shared:
+        raise UsageError(
+            f"deployment {deployment.name}: {len(shared)} hidden prompt(s) are also tuning prompts, first {shared[0]!r}",
+            "keep the two sets apart: workers may see the tuning set.",
+        )
+
+
 def _row(line: str, path: Path, number: int) -> dict[str, str]:
     try:
         row: Any = json.loads(line)

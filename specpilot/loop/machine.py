@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+from dataclasses import fields
 from typing import Any
 
 from specpilot.costmodel.hardware import Hardware, hardware_from_dict, resolve_hardware
@@ -22,7 +23,9 @@ def machine_facts(context: RunContext) -> dict[str, Any]:
 def hardware_of(context: RunContext) -> Hardware:
     """The roofs recorded when the run began."""
     facts: dict[str, Any] = context.journal.step("machine", lambda: machine_facts(context))
-    return hardware_from_dict(facts["hardware"], "journal")
+    names = {item.name for item in fields(Hardware)}  # a run begun by another version may hold figures that are no more
+    kept = {key: value for key, value in facts["hardware"].items() if key in names}
+    return hardware_from_dict(kept, "journal")
 
 
 def environment_of(context: RunContext) -> dict[str, Any]:

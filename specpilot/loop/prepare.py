@@ -13,6 +13,7 @@ from specpilot.deployment import Deployment
 from specpilot.engine_tree import load_engine_spec
 from specpilot.errors import DigestError, UsageError
 from specpilot.evaluation.baselines import measure_variants
+from specpilot.evaluation.prompts import check_prompt_files
 from specpilot.gate.calibrate import calibrate
 from specpilot.gate.records import CheatOutcome, SelfTestResult
 from specpilot.gate.selftest import SelfTestContext, require_sound, self_test
@@ -31,6 +32,7 @@ CALIBRATION_TOKENS = 48
 def prepare(context: RunContext) -> None:
     """Runs or recalls every preparatory step, in order. Raises SpecPilotError when the run cannot be sound."""
     context.say("phase", name="prepare", detail="checkpoints, repository, machine")
+    check_prompt_files(context.deployment)
     context.models = ensure_models(context.deployment)
     open_repository(context)
     context.prepared = context.journal.step("preflight", lambda: _identities(context), model=Prepared)

@@ -70,7 +70,7 @@ def make_run(name: str = "20260101-000000-d-aaaa") -> Path:
 def local_deployment(folder: Path) -> Path:
     """A complete deployment whose checkpoint is missing."""
     for name in ("tuning.jsonl", "hidden.jsonl"):
-        (folder / name).write_text('{"id": "a", "text": "hello"}\n')
+        (folder / name).write_text(f'{{"id": "a", "text": "hello {name}"}}\n')
     data = {
         "name": "local",
         "target": {"path": "checkpoint", "architecture": "LlamaForCausalLM"},

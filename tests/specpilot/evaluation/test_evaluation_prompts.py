@@ -142,3 +142,20 @@ def test_missing_files_are_named(tmp_path: Path, deployment: Deployment) -> None
         read_prompts(tmp_path / "empty.jsonl")
     with pytest.raises(MissingModelError, match="no tokenizer"):
         PromptPool(deployment, tmp_path, "s")
+
+
+def test_a_hidden_prompt_that_workers_may_see_is_refused(tmp_path: Path) -> None:
+    from specpilot.evaluation.prompts import check_prompt_files
+    from tests.helpers.fake_deployment import write_fake_deployment
+
+    deployment = write_fake_deployment(tmp_path)
+    check_prompt_files(deployment)
+    seen = (tmp_path / "tuning.jsonl").read_text().splitlines()[3]
+    with (tmp_path / "hidden.jsonl").open("a") as file:
+        file.write(seen + "\n")
+    with pytest.raises(UsageError, match="tuning3"):
+        check_prompt_files(deployment)
+    with (tmp_path / "hidden.jsonl").open("a") as file:
+        file.write("{broken\n")
+    with pytest.raises(UsageError, match="hidden.jsonl:10"):
+        check_prompt_files(deployment)

@@ -54,9 +54,9 @@ def test_measured_gain_is_the_planted_one(ended: Path) -> None:
     with open_run(ended) as context:
         data = report_data(context)
     assert [step.mechanism for step in data.steps] == ["half-the-round"]
-    assert 1.6 < data.steps[0].gain < 2.1
+    assert 1.4 < data.steps[0].gain < 2.8
     total = data.ratio("final", "stock")
-    assert total is not None and 1.6 < total.ratio < 2.1
+    assert total is not None and 1.4 < total.ratio < 2.8
     assert data.figure("stock") is not None and data.figure("final-ar") is not None
     accepted = data.figure("final")
     assert accepted is not None and accepted.accepted_length == pytest.approx(23 / 8, abs=0.15)
@@ -67,7 +67,7 @@ def test_memory_holds_what_was_found(ended: Path) -> None:
         found = {item.mechanism.name: item for item in context.memory.mechanisms()}
         stats = context.memory.stats()
     assert found["half-the-round"].status == "verified"
-    assert found["half-the-round"].effects[0].ratio > 1.6
+    assert found["half-the-round"].effects[0].ratio > 1.4
     assert found["slower"].effects[0].reason == "no-gain"
     assert found["lossy"].effects[0].reason == "token-mismatch"
     assert (stats.recalled, stats.tried, stats.accepted) == (4, 3, 1)
