@@ -1,15 +1,14 @@
 """`specpilot memory ...`: look into the store, move it, verify what it claims.
 
-`make_app(replay)` builds the commands; the front door passes the loop's replay so that `verify` can measure a
-mechanism again. Nothing here measures by itself.
+`make_app(loop)` builds the commands; the front door passes what the loop can do, so that `verify` recomputes
+intervals, tries the patch on the shipped engine and, when asked, measures the mechanism again. Nothing here measures.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
@@ -18,20 +17,37 @@ from rich.table import Table
 
 from .database import default_url
 from .errors import MemoryError_
-from .records import Effect, StoredMechanism
+from .records import Effect, Mechanism, StoredMechanism
 from .store import MemoryStore
 
-Replay = Callable[[StoredMechanism, str], int]
-"""(mechanism, deployment name) -> exit code: measures and gates the mechanism again through the loop."""
+NOT_CONFIRMED = 10
+"""Exit code: the patch no longer fits, or the new measurement did not confirm the gain (docs/architecture.md)."""
+
+
+class Loop(Protocol):
+    """What `verify` needs from the loop, which the memory does not know."""
+
+    def interval_problem(self, effect: Effect) -> str:
+        """How an effect's stored interval differs from the one that its samples give; empty when it agrees."""
+        ...
+
+    def fit(self, chain: list[Mechanism]) -> tuple[bool | None, str]:
+        """Whether the patches apply, one on top of the other, to the engine they name (None: not tried), in words."""
+        ...
+
+    def replay(self, chain: list[Mechanism], deployment: str, url: str) -> int:
+        """Measures and gates the last of `chain` again, on the others; the outcome goes to the store. Exit code."""
+        ...
+
 
 Url = Annotated[
     str | None, typer.Option("--url", help="SQLAlchemy URL or path of the store.", envvar="SPECPILOT_MEMORY_URL")
 ]
-RATIO_TOLERANCE = 5e-3
-"""Relative difference allowed between a stored ratio and the geometric mean of its samples (rounding)."""
+RATIO_TOLERANCE = 1e-6
+"""Relative difference allowed between a stored ratio and the geometric mean of its samples (order of summation)."""
 
 
-def make_app(replay: Replay | None = None) -> typer.Typer:
+def make_app(loop: Loop | None = None) -> typer.Typer:
     """The `memory` command group."""
     app = typer.Typer(
         no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="What earlier runs learned."
@@ -86,34 +102,35 @@ def make_app(replay: Replay | None = None) -> typer.Typer:
         name: str,
         url: Url = None,
         deployment: Annotated[str | None, typer.Option(help="Replay on this deployment only.")] = None,
-        run: Annotated[bool, typer.Option("--run", help="Measure and gate it again.")] = False,
+        run: Annotated[bool, typer.Option("--run", "--replay", help="Measure and gate it again.")] = False,
     ) -> None:
-        """Check the stored evidence of NAME and list (or, with --run, do) the measurements that would renew it."""
+        """Check the evidence of NAME: checksums, ratio and interval against the raw samples, patch against the engine.
+
+        With --run the mechanism is also measured and gated again, on each deployment that it has an effect on (or on
+        the one given), and the outcome is stored. Exit code 8: the evidence contradicts itself; 10: the patch no
+        longer fits, or the gain was not confirmed. In both cases the mechanism is marked stale.
+        """
         with _open(url) as store, _clear():
-            stored = store.get(name)
-        problems = check_evidence(stored)
-        for problem in problems:
-            console.print(f"evidence: {problem}", markup=False)
-        if not stored.effects:
-            console.print("evidence: no effect was ever recorded: the mechanism is unproven")
-        elif not problems:
-            console.print(
-                f"evidence: effects ({len(stored.effects)}) agree with their samples; the patch matches its checksum"
-            )
+            stored, chain = store.get(name), store.with_requirements(name)
+            problems = store.contradictions(name) + check_evidence(stored, loop)
+            for line in _findings(stored, problems, "ratios and intervals" if loop else "ratios"):
+                console.print(line, markup=False, soft_wrap=True)
+            fits, words = loop.fit(chain) if loop else (None, "not tried: no loop behind this command")
+            console.print(f"patch: {words}", markup=False, soft_wrap=True)
+            _settle(store, stored, bool(problems) or fits is False)
+        code = 8 if problems else NOT_CONFIRMED if fits is False else 0
         targets = replay_targets(stored, deployment)
-        for target in targets:
-            console.print(f"replay: {name} version {stored.version} on {target}", markup=False)
-        if run:
-            if replay is None:
-                typer.echo(
-                    "error: a replay was not connected to this command\n"
-                    "  hint: 'specpilot optimize' on the deployment recalls the mechanism and measures it again",
-                    err=True,
-                )
-                raise typer.Exit(2)
-            codes = [replay(stored, target) for target in targets]
-            raise typer.Exit(next((code for code in codes if code), 8 if problems else 0))
-        raise typer.Exit(8 if problems else 0)
+        if not run:
+            for target in targets:
+                console.print(f"not measured again; --run would, on {target}", markup=False)
+            raise typer.Exit(code)
+        if loop is None:
+            typer.echo("error: this command has no loop behind it\n  hint: use `specpilot memory verify`", err=True)
+            raise typer.Exit(2)
+        if fits is False:
+            raise typer.Exit(code)
+        codes = [loop.replay(chain, target, store.url) for target in targets]
+        raise typer.Exit(code or next((code for code in codes if code), 0))
 
     return app
 
@@ -123,8 +140,8 @@ def replay_targets(stored: StoredMechanism, deployment: str | None) -> list[str]
     return [deployment] if deployment else sorted({effect.deployment for effect in stored.effects})
 
 
-def check_evidence(stored: StoredMechanism) -> list[str]:
-    """What in the stored evidence contradicts itself; empty when sound."""
+def check_evidence(stored: StoredMechanism, loop: Loop | None = None) -> list[str]:
+    """What in the stored evidence contradicts itself; empty when sound. Intervals are recomputed where a loop is given."""
     problems = []
     for effect in stored.effects:
         where = f"{effect.deployment} {effect.at:%Y-%m-%d}" if effect.at else effect.deployment
@@ -134,9 +151,34 @@ def check_evidence(stored: StoredMechanism) -> list[str]:
         mean = math.exp(sum(map(math.log, effect.samples)) / len(effect.samples))
         if abs(mean / effect.ratio - 1) > RATIO_TOLERANCE:
             problems.append(f"{where}: stored {effect.ratio:.3f}x, but its samples give {mean:.3f}x")
+        elif loop and (problem := loop.interval_problem(effect)):
+            problems.append(f"{where}: {problem}")
         if effect.outcome == "verified" and effect.gate.get("passed") is False:
             problems.append(f"{where}: called verified, but its gate did not pass")
+        if effect.outcome == "verified" and effect.low <= 1.0:
+            problems.append(f"{where}: called verified, but its interval begins at {effect.low:.3f}")
     return problems
+
+
+def _findings(stored: StoredMechanism, problems: list[str], what: str) -> list[str]:
+    """One line per thing that was checked, in words."""
+    lines = [f"evidence: {problem}" for problem in problems]
+    if not stored.effects:
+        lines.append("evidence: no effect was ever recorded: the mechanism is unproven")
+    elif not problems:
+        lines.append(
+            f"evidence: checksums match; {what} of {len(stored.effects)} effect(s) follow from the raw samples"
+        )
+    return lines
+
+
+def _settle(store: MemoryStore, stored: StoredMechanism, doubtful: bool) -> None:
+    """`stale` while evidence or patch is doubtful; what the effects say again once it is not."""
+    proven = "verified" if any(e.outcome == "verified" for e in stored.effects) else "refuted"
+    wanted = "stale" if doubtful or not stored.effects else proven
+    if wanted != stored.status:
+        store.set_status(stored.mechanism.name, wanted)  # type: ignore[arg-type]
+        typer.echo(f"marked {wanted} (it was {stored.status})")
 
 
 def describe(stored: StoredMechanism) -> list[str]:

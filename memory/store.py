@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session, selectinload
 from . import recall as ranking
 from . import seeding, transfer
 from .database import default_url, hide_password, open_database, writer
-from .errors import NoSuchMechanismError, StoreUnavailableError, TamperedError
+from .errors import InvalidMechanismError, NoSuchMechanismError, StoreUnavailableError, TamperedError
 from .records import Effect, Mechanism, Recalled, RecallQuery, Stats, Status, StoredMechanism, as_json, sha256_text
 from .schema import EffectRow, MechanismRow, RecallRow
 
@@ -100,6 +100,39 @@ class MemoryStore:
     def get(self, name: str, version: int | None = None) -> StoredMechanism:
         """One mechanism with its effects. Raises NoSuchMechanismError, TamperedError (patch was changed)."""
         return self._read(lambda s: _stored(_row(s, name, version)))
+
+    def with_requirements(self, name: str) -> list[Mechanism]:
+        """What `name` requires, in the order to apply it, then itself. Raises NoSuchMechanismError."""
+        chain: list[Mechanism] = []
+
+        def visit(wanted: str, above: tuple[str, ...]) -> None:
+            if wanted in above:
+                raise InvalidMechanismError(f"{' requires '.join((*above, wanted))}: a circle", "mend one of them")
+            mechanism = self.get(wanted).mechanism
+            for need in mechanism.requires:
+                visit(need, (*above, wanted))
+            if mechanism.name not in [item.name for item in chain]:
+                chain.append(mechanism)
+
+        visit(name, ())
+        return chain
+
+    def contradictions(self, name: str) -> list[str]:
+        """Rows of the newest version of `name` that were changed after they were written, by their checksums."""
+
+        def act(session: Session) -> list[str]:
+            row = _row(session, name, None)
+            found = []
+            if _stored(row).mechanism.content_sha256 != row.content_sha256:
+                found.append(f"version {row.version} was changed after it was stored: its checksum differs")
+            for effect in row.effects:
+                read = Effect.model_validate(effect.detail)
+                same = (read.ratio, read.low, read.outcome) == (effect.ratio, effect.low, effect.outcome)
+                if read.uid != effect.uid or not same:
+                    found.append(f"the effect on {effect.deployment} was changed after it was stored")
+            return found
+
+        return self._read(act)
 
     def mechanisms(self) -> list[StoredMechanism]:
         """Newest version of every name, by name."""

@@ -1,8 +1,8 @@
 """Errors that a user sees: what was wrong, where, and what to do, with the exit code of the command.
 
 Exit codes: 0 ok, 1 internal, 2 invalid input, 3 environment, 4 model or digest, 5 run locked or run
-folder unusable, 6 run ended before its end, 7 gate unsound, 8 tampered evidence, 9 infrastructure,
-130 Ctrl-C. This module imports nothing of ours.
+folder unusable, 6 run ended before its end, 7 gate unsound, 8 tampered evidence, 9 infrastructure, 10 not
+accepted (an attempt was rejected, a mechanism not confirmed), 130 Ctrl-C. This module imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ class InfrastructureError(SpecPilotError):
 
     exit_code = 9
 
+
+NOT_ACCEPTED = 10
+"""Exit code of a command that worked, and whose answer is no: the gate or the measurement refused a change."""
 
 ROOM_BYTES = 256 << 10
 """Below this much free space a failed write is blamed on the disk."""

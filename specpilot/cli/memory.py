@@ -16,6 +16,7 @@ def register(app: typer.Typer) -> None:
 
 def memory(context: typer.Context) -> None:
     """Pass everything on."""
+    from specpilot.loop.replay import LoopReplay
     from specpilot.memory.cli import make_app
 
-    make_app()(args=list(context.args), prog_name="specpilot memory")
+    make_app(LoopReplay())(args=list(context.args), prog_name="specpilot memory")

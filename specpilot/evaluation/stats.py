@@ -65,6 +65,22 @@ def confidence_sequence(x: Sequence[float], alpha: float, c2: float = C2) -> Int
     return Interval(mean=mean, low=mean - radius, high=mean + radius, n=n)
 
 
+def level_of(x: Sequence[float], radius: float, c2: float = C2) -> float | None:
+    """The level whose interval for the mean of `x` has this half-width; None if none in (1e-12, 0.5) has.
+
+    The inverse of `confidence_sequence`: tells whether a stored interval can come from stored samples.
+    """
+    _check(x, 0.5)
+    wanted = radius / _sd0(x, statistics.fmean(x))
+    low, high = 1e-12, 0.5
+    if not _radius_in_sd(len(x), high, c2) * (1 - 1e-9) <= wanted <= _radius_in_sd(len(x), low, c2):
+        return None
+    for _ in range(100):  # the half-width falls as the level rises
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _radius_in_sd(len(x), middle, c2) > wanted else (low, middle)
+    return high
+
+
 def log_e_value(x: Sequence[float], m: float = 0.0, c2: float = C2) -> float:
     """log E_n(m): evidence against mean = m. At least log(1/alpha) exactly when m is outside the interval."""
     _check(x, 0.5)

@@ -46,7 +46,7 @@ def learn(context: RunContext, number: int, work: WorkContext, results: list[tup
         if assessment.comparison is None:
             continue
         name = replayed or _remember(context, candidate, work)
-        context.memory.record_effect(name, _effect(context, number, candidate, assessment))
+        context.memory.record_effect(name, effect_of(context, number, candidate, assessment))
 
 
 def _remember(context: RunContext, candidate: Candidate, work: WorkContext) -> str:
@@ -73,7 +73,8 @@ def _remember(context: RunContext, candidate: Candidate, work: WorkContext) -> s
     return mechanism.name
 
 
-def _effect(context: RunContext, number: int, candidate: Candidate, assessment: Assessment) -> Effect:
+def effect_of(context: RunContext, number: int, candidate: Candidate, assessment: Assessment) -> Effect:
+    """A measured assessment in the memory's words."""
     comparison = assessment.comparison
     assert comparison is not None
     gate: dict[str, Any] = {}

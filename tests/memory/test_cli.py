@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
+from dataclasses import dataclass, field
+
 import pytest
 from typer.testing import CliRunner
 
+from specpilot.memory import Effect, Mechanism, MemoryStore
 from specpilot.memory.cli import make_app
 
 run = CliRunner()
@@ -59,21 +63,89 @@ def test_export_import_and_tampering(filled, tmp_path):
     assert result.exit_code == 8 and "checksum" in result.output
 
 
-def test_verify_lists_replays_and_calls_the_loop(filled):
+@dataclass
+class Loop:
+    """The loop's side of `verify`, with answers given in advance."""
+
+    interval: str = ""
+    fits: bool | None = True
+    code: int = 0
+    asked: list[tuple[list[str], str, str]] = field(default_factory=list)
+
+    def interval_problem(self, _effect: Effect) -> str:
+        return self.interval
+
+    def fit(self, _chain: list[Mechanism]) -> tuple[bool | None, str]:
+        return self.fits, "applies" if self.fits else "does not fit"
+
+    def replay(self, chain: list[Mechanism], deployment: str, url: str) -> int:
+        self.asked.append(([item.name for item in chain], deployment, url))
+        return self.code
+
+
+def status(url: str, name: str = "bf16_gemm") -> str:
+    with MemoryStore(url, seed_folder=None) as opened:
+        return opened.get(name).status
+
+
+def test_verify_says_what_was_not_measured_and_calls_the_loop_when_asked(filled):
     listed = call("verify", "bf16_gemm", "--url", filled)
-    assert listed.exit_code == 0 and "replay: bf16_gemm version 1 on cpu_c1" in listed.output
-    asked = []
-    app = make_app(lambda stored, deployment: asked.append((stored.mechanism.name, deployment)) or 7)
-    done = call("verify", "bf16_gemm", "--run", "--url", filled, app=app)
-    assert asked == [("bf16_gemm", "cpu_c1")] and done.exit_code == 7
+    assert listed.exit_code == 0 and "not measured again; --run would, on cpu_c1" in listed.output
+    loop = Loop(code=10)
+    done = call("verify", "bf16_gemm", "--run", "--url", filled, app=make_app(loop))
+    assert loop.asked == [(["bf16_gemm"], "cpu_c1", filled)] and done.exit_code == 10
     assert call("verify", "bf16_gemm", "--run", "--url", filled).exit_code == 2
+
+
+def test_verify_replays_on_top_of_what_is_required(filled, store, mechanism, effect):
+    store.add(mechanism("second", requires=["bf16_gemm"]), origin="run-1")
+    store.add(mechanism("third", requires=["second", "bf16_gemm"]), origin="run-1")
+    loop = Loop()
+    done = call("verify", "third", "--replay", "--deployment", "here", "--url", filled, app=make_app(loop))
+    assert done.exit_code == 0 and loop.asked == [(["bf16_gemm", "second", "third"], "here", filled)]
+    store.add(mechanism("circle", requires=["circle2"]), origin="x")
+    store.add(mechanism("circle2", requires=["circle"]), origin="x")
+    circle = call("verify", "circle", "--url", filled)
+    assert circle.exit_code == 2 and "circle requires circle2 requires circle: a circle" in circle.output
+
+
+def test_verify_marks_what_does_not_fit_stale_and_takes_it_back(filled):
+    done = call("verify", "bf16_gemm", "--run", "--url", filled, app=make_app(Loop(fits=False)))
+    assert done.exit_code == 10 and "patch: does not fit" in done.output
+    assert "marked stale (it was verified)" in done.output and status(filled) == "stale"
+    again = call("verify", "bf16_gemm", "--url", filled, app=make_app(Loop()))
+    assert again.exit_code == 0 and status(filled) == "verified"
+
+
+def test_verify_recomputes_intervals(filled):
+    done = call("verify", "bf16_gemm", "--url", filled, app=make_app(Loop(interval="interval is off")))
+    assert done.exit_code == 8 and "2026-11-01: interval is off" in done.output and status(filled) == "stale"
 
 
 def test_verify_finds_evidence_that_contradicts_its_samples(store, mechanism, effect, url):
     store.add(mechanism(), origin="a")
     store.record_effect("bf16_gemm", effect(1.5, samples=[1.0, 1.0]))
+    store.record_effect("bf16_gemm", effect(1.05, low=0.99))
     result = call("verify", "bf16_gemm", "--url", url)
     assert result.exit_code == 8 and "its samples give 1.000x" in result.output
+    assert "called verified, but its interval begins at 0.990" in result.output
+    assert status(url) == "stale"
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ("update effect set ratio = 9.0", "the effect on cpu_c1 was changed"),
+        ("update effect set detail = replace(detail, '1.6', '1.7')", "the effect on cpu_c1 was changed"),
+        ("update mechanism set hypothesis = 'It is magic.'", "version 1 was changed"),
+        ("update mechanism set patch = patch || ' '", "does not match its checksum"),
+    ],
+)
+def test_verify_finds_rows_changed_behind_its_back(filled, change, told):
+    with sqlite3.connect(filled.removeprefix("sqlite:///")) as database:
+        database.execute(change)
+    result = call("verify", "bf16_gemm", "--url", filled)
+    assert result.exit_code == 8 and told in result.output
 
 
 def test_unusable_store_exits_3(tmp_path):

@@ -15,6 +15,7 @@ from specpilot.evaluation.stats import (
     confidence_sequence,
     detectable_effect,
     level_for,
+    level_of,
     log_e_value,
     pairs_needed,
     sample_sd,
@@ -203,3 +204,16 @@ def test_false_gains_stay_rare_over_a_whole_run() -> None:
 def test_sample_sd() -> None:
     assert sample_sd([]) == sample_sd([0.3]) == 0.0
     assert sample_sd([1.0, 3.0]) == pytest.approx(math.sqrt(2))
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.05, 0.003])
+def test_level_of_inverts_the_interval(alpha: float) -> None:
+    x = [0.20, 0.26, 0.18, 0.31, 0.22, 0.25]
+    interval = confidence_sequence(x, alpha)
+    assert level_of(x, interval.high - interval.mean) == pytest.approx(alpha, rel=1e-6)
+
+
+def test_level_of_a_half_width_that_no_level_gives() -> None:
+    x = [0.20, 0.26, 0.18, 0.31, 0.22, 0.25]
+    assert level_of(x, 1e-4) is None
+    assert level_of(x, 50.0) is None
