@@ -330,6 +330,10 @@ class Journal:
         )
         return [_attempt(row) for row in rows]
 
+    def open_outside(self) -> set[str]:
+        """Attempts of people and outside agents that are still being worked on: nobody may take their worktrees."""
+        return {row.id for row in self.attempts(state=AttemptState.working) if row.worker == "external"}
+
     def attempt_history(self, attempt_id: str) -> list[tuple[AttemptState, Reason | None, float]]:
         """Every state the attempt went through, with reason and time."""
         rows = self._rows(
@@ -350,10 +354,6 @@ class Journal:
                 "INSERT INTO processes VALUES (NULL, ?, ?, ?, ?, ?, NULL)",
                 (pid, pgid, start_time, purpose, time.time()),
             )
-
-    def process_recorder(self, purpose: str) -> Callable[[int, int, float], None]:
-        """`record_process` for one purpose, as `sandbox.spawn` takes it."""
-        return lambda pid, pgid, start_time: self.record_process(pid, pgid, start_time, purpose)
 
     def end_process(self, pid: int, start_time: float) -> None:
         """Note that a child has ended."""

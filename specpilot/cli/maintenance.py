@@ -79,6 +79,7 @@ def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover]:
         return
     recorded = [(row.pid, row.pgid, row.start_time) for row in journal.live_processes()]
     ended = journal.get_meta("stop_reason") is not None
+    kept = journal.open_outside()
     journal.close()
     alive = [row for row in recorded if _is_alive(row[0], row[2])]
     if alive:
@@ -91,11 +92,12 @@ def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover]:
         )
         return
     worktrees = folder / "worktrees"
-    if ended and worktrees.is_dir() and any(worktrees.iterdir()):
+    if ended and worktrees.is_dir() and (found := [path for path in worktrees.iterdir() if path.name not in kept]):
+        spared = f"; those of open attempts ({', '.join(sorted(kept))}) too" if kept else ""
         yield Leftover(
-            f"worktrees of {folder.name} (its commits stay)",
-            folder_size(worktrees),
-            lambda: Workspace.open(folder).prune_unknown(set()),
+            f"{len(found)} worktrees of {folder.name} (its commits stay{spared})",
+            sum(folder_size(path) for path in found),
+            lambda: Workspace.open(folder).prune_unknown(kept),
         )
 
 

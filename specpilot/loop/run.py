@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from specpilot import __version__
-from specpilot.contracts import AttemptState, StopReason
+from specpilot.contracts import StopReason
 from specpilot.deployment import Deployment, parse_deployment
 from specpilot.errors import GateUnsoundError, InfrastructureError, RunFolderError, SpecPilotError, disk_full_named
 from specpilot.journal import Journal, ProcessRow, RunLock
@@ -230,9 +230,7 @@ def _tidy(context: RunContext) -> None:
     end_leftovers(context.journal)
     if context.workspace is None:
         return
-    rows = context.journal.attempts()
-    keep = {row.id for row in rows if row.worker == "external" and row.state is AttemptState.working}
-    context.workspace.prune_unknown(keep)
+    context.workspace.prune_unknown(context.journal.open_outside())
 
 
 @contextmanager

@@ -246,6 +246,28 @@ def test_gc_lists_and_removes_leftovers_of_ended_runs_only(tmp_path: Path) -> No
     assert not run.exists()
 
 
+def test_gc_spares_the_worktree_of_an_open_outside_attempt(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "engine.toml").write_text(TOML)
+    run = make_run()
+    workspace = Workspace.create(run, tree)
+    for name in ("serve-1", "x-1", "x-2"):
+        (workspace.worktree(name, workspace.first_commit) / "new.py").write_text("unsaved")
+    journal = Journal.open(run / JOURNAL_NAME)
+    for name in ("x-1", "x-2"):
+        journal.create_attempt(name, round=0, worker="external")
+        journal.move_attempt(name, AttemptState.working)
+    journal.move_attempt("x-2", AttemptState.rejected, reason=Reason.withdrawn)
+    journal.set_meta("stop_reason", "rounds-done")
+    journal.close()
+    assert "2 worktrees of" in specpilot("gc").stdout
+    assert "removed 1 things" in specpilot("gc", "--apply").stdout
+    assert [path.name for path in (run / "worktrees").iterdir()] == ["x-1"]
+    assert (run / "worktrees/x-1/new.py").read_text() == "unsaved"
+    assert "nothing to clean" in specpilot("gc", "--apply").stdout
+
+
 def test_export_refuses_a_folder_in_use(tmp_path: Path) -> None:
     run = make_run()
     (tmp_path / "x").touch()

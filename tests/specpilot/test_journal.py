@@ -223,7 +223,7 @@ def test_unknown_reasons_cannot_be_stored() -> None:
 
 
 def test_processes(journal: Journal) -> None:
-    journal.process_recorder("server")(10, 10, 1.5)
+    journal.record_process(10, 10, 1.5, "server")
     journal.record_process(11, 11, 2.5, "build")
     journal.end_process(10, 99.0)  # another process of the same id: not ours
     assert [(p.pid, p.purpose) for p in journal.live_processes()] == [(10, "server"), (11, "build")]
