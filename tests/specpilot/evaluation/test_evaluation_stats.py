@@ -216,4 +216,5 @@ def test_level_of_inverts_the_interval(alpha: float) -> None:
 def test_level_of_a_half_width_that_no_level_gives() -> None:
     x = [0.20, 0.26, 0.18, 0.31, 0.22, 0.25]
     assert level_of(x, 1e-4) is None
-    assert level_of(x, 50.0) is None
+    two = confidence_sequence(x[:2], 0.4)
+    assert math.isfinite(two.high) and level_of(x[:2], two.high - two.mean) == pytest.approx(0.4, rel=1e-6)
