@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from specpilot.cli.options import Plain, RunName
 from specpilot.cli.status import attempt_table
-from specpilot.errors import UsageError
+from specpilot.errors import NOT_ACCEPTED, UsageError
 from specpilot.journal import Journal
 from specpilot.paths import JOURNAL_NAME, find_run
 
@@ -43,7 +43,10 @@ def submit(
     claim: Annotated[Path, typer.Option("--claim", help="File with the claim (see the brief).")],
     plain: Plain = True,
 ) -> None:
-    """Commit the worktree and have it measured and judged: now, or by the run in progress."""
+    """Commit the worktree and have it measured and judged: now, or by the run in progress.
+
+    Exit code 0: accepted, or waiting for the run in progress; 10: rejected.
+    """
     folder = find_run(run)
     if not claim.is_file():
         raise UsageError(f"there is no claim file {claim}", "write one as the brief says and give it as --claim.")
@@ -55,7 +58,11 @@ def submit(
     if assessment is None:
         typer.echo(f"{attempt_id} submitted; the run in progress judges it in its next round")
         return
-    typer.echo(f"{attempt_id} {'accepted' if assessment.accepted else 'rejected'}: {assessment.detail}")
+    if assessment.accepted:
+        typer.echo(f"{attempt_id} accepted: {assessment.detail}")
+        return
+    typer.echo(f"{attempt_id} rejected ({assessment.reason}): {assessment.detail}")
+    raise typer.Exit(NOT_ACCEPTED)
 
 
 @app.command("list")
