@@ -124,6 +124,8 @@ class Journal:
         self._db = connection
         self._lock = threading.RLock()
         self._step_locks: dict[str, threading.Lock] = {}
+        self.worked_since: float | None = None
+        """When this process first ran a step rather than read its result, on the monotonic clock."""
 
     @classmethod
     def create(cls, path: Path, meta: Mapping[str, Any]) -> Journal:
@@ -236,6 +238,7 @@ class Journal:
                     "ON CONFLICT (key) DO UPDATE SET starts = starts + 1, started_at = excluded.started_at",
                     (key, now),
                 )
+            self.worked_since = self.worked_since or time.monotonic()
             text = _encode(function())
             with self._write() as db:
                 db.execute(

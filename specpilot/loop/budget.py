@@ -1,6 +1,7 @@
 """Wall-clock, rounds and money of one run, across resumes.
 
-The clock counts time in which the run's process was alive. Exhaustion never throws work away: the loop
+The clock counts time in which the run's process was alive; of a run that had ended, only from the first step that
+is done after all, so that looking at it again is free. Exhaustion never throws work away: the loop
 asks before it starts something new, keeps a reserve for the closing measurement, and finishes what is paid for.
 """
 
@@ -23,7 +24,7 @@ class BudgetClock:
         self.budget = budget
         self.journal = journal
         self._before = float(journal.meta().get("elapsed_s", 0.0))
-        self._start = time.monotonic()
+        self._start = None if journal.get_meta("stop_reason") else time.monotonic()
 
     @property
     def limit_s(self) -> float | None:
@@ -33,7 +34,8 @@ class BudgetClock:
 
     def elapsed_s(self) -> float:
         """Seconds used by this and earlier sessions."""
-        return self._before + time.monotonic() - self._start
+        start = self._start if self._start is not None else self.journal.worked_since
+        return self._before + (0.0 if start is None else time.monotonic() - start)
 
     def remaining_s(self) -> float:
         """Seconds left; infinite without a limit."""

@@ -1,0 +1,73 @@
+"""`specpilot attempt open | submit` on a run at rest: the same gate, an exit code that tells, and a clock that stands still."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specpilot.contracts import AttemptState
+from specpilot.journal import Journal
+from specpilot.loop.external import open_attempt
+from specpilot.loop.run import open_run, optimize, resume
+from specpilot.paths import JOURNAL_NAME
+from tests.helpers.fake_server import Behaviour
+from tests.specpilot.loop.setting import fake_setting, text_of
+from tests.specpilot.test_cli import specpilot
+
+STOCK = Behaviour(round_s=0.008)
+
+
+@pytest.fixture(scope="module")
+def rested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of no rounds: prepared and profiled, waiting for outsiders."""
+    folder = tmp_path_factory.mktemp("outsider")
+    deployment = fake_setting(folder, STOCK)
+    budget = deployment.budget.model_copy(update={"rounds": 0})
+    memory = f"sqlite:///{folder / 'memory.sqlite'}"
+    quiet = deployment.model_copy(update={"budget": budget})
+    quiet._folder = deployment.folder
+    assert optimize(quiet, folder / "run", plain=True, memory=memory).exit_code == 0
+    return folder / "run"
+
+
+def elapsed(run: Path) -> float:
+    journal = Journal.open(run / JOURNAL_NAME)
+    try:
+        return float(journal.get_meta("elapsed_s"))
+    finally:
+        journal.close()
+
+
+def submit(run: Path, behaviour: Behaviour, folder: Path) -> tuple[int, str, str]:
+    """Opens an attempt, edits its worktree, submits it: exit code, attempt, words."""
+    with open_run(run) as context:
+        attempt, worktree, _ = open_attempt(context, "*", "try")
+    (worktree / "behaviour.json").write_text(text_of(behaviour))
+    claim = folder / "claim.yaml"
+    claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
+    done = specpilot("attempt", "submit", str(run), attempt, "--claim", str(claim))
+    return done.returncode, attempt, done.stdout
+
+
+def test_resuming_an_ended_run_costs_none_of_its_time(rested: Path) -> None:
+    before = elapsed(rested)
+    assert before > 0
+    for _ in range(2):
+        assert resume(rested, plain=True).exit_code == 0
+    assert elapsed(rested) == before
+
+
+def test_a_rejected_attempt_exits_10_and_an_accepted_one_0(rested: Path, tmp_path: Path) -> None:
+    code, attempt, words = submit(rested, replace(STOCK, token_s=0.004), tmp_path)
+    assert code == 10 and f"{attempt} rejected (no-gain): " in words
+    code, attempt, words = submit(rested, replace(STOCK, round_s=0.003), tmp_path)
+    assert code == 0 and f"{attempt} accepted: " in words
+    journal = Journal.open(rested / JOURNAL_NAME)
+    assert [row.state for row in journal.attempts()] == [AttemptState.rejected, AttemptState.merged]
+    journal.close()
+    before = elapsed(rested)
+    assert resume(rested, plain=True).final["variants"], "the closing session of the new head is work, and counts"
+    assert elapsed(rested) > before
