@@ -124,8 +124,7 @@ class Journal:
         self._db = connection
         self._lock = threading.RLock()
         self._step_locks: dict[str, threading.Lock] = {}
-        self.worked_since: float | None = None
-        """When this process first ran a step rather than read its result, on the monotonic clock."""
+        self.worked_since: float | None = None  # monotonic: when this process first ran a step, not read its result
 
     @classmethod
     def create(cls, path: Path, meta: Mapping[str, Any]) -> Journal:

@@ -37,7 +37,8 @@ def register(app: typer.Typer) -> None:
 def gc(
     apply: Annotated[bool, typer.Option("--apply", help="Remove them; without it they are only listed.")] = False,
     older_than: Annotated[
-        float | None, typer.Option(metavar="DAYS", help="Also whole runs that ended so long ago.")
+        float | None,
+        typer.Option(metavar="DAYS", help="Also whole runs that ended so long ago and have no open attempt."),
     ] = None,
 ) -> None:
     """List (or remove) leftover processes, worktrees of ended runs, and half-made downloads.
@@ -86,13 +87,14 @@ def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover]:
         pids = ", ".join(str(row[0]) for row in alive)
         yield Leftover(f"processes {pids} of {folder.name}, whose run is gone", 0, lambda: kill_leftovers(alive))
     age_days = (time.time() - (folder / JOURNAL_NAME).stat().st_mtime) / 86400
-    if older_than_days is not None and ended and age_days > older_than_days:
+    if older_than_days is not None and ended and not kept and age_days > older_than_days:
         yield Leftover(
             f"run {folder.name}, ended {age_days:.0f} days ago", folder_size(folder), lambda: shutil.rmtree(folder)
         )
         return
     worktrees = folder / "worktrees"
-    if ended and worktrees.is_dir() and (found := [path for path in worktrees.iterdir() if path.name not in kept]):
+    standing = [path for path in worktrees.iterdir() if path.is_dir()] if worktrees.is_dir() else []
+    if ended and (found := [path for path in standing if path.name not in kept]):
         spared = f"; those of open attempts ({', '.join(sorted(kept))}) too" if kept else ""
         yield Leftover(
             f"{len(found)} worktrees of {folder.name} (its commits stay{spared})",

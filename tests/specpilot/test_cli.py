@@ -265,7 +265,11 @@ def test_gc_spares_the_worktree_of_an_open_outside_attempt(tmp_path: Path) -> No
     assert "removed 1 things" in specpilot("gc", "--apply").stdout
     assert [path.name for path in (run / "worktrees").iterdir()] == ["x-1"]
     assert (run / "worktrees/x-1/new.py").read_text() == "unsaved"
+    (run / "worktrees/x-1.brief.txt").write_text("what to do")  # no worktree
     assert "nothing to clean" in specpilot("gc", "--apply").stdout
+    old = time.time() - 40 * 86400
+    os.utime(run / JOURNAL_NAME, (old, old))
+    assert "nothing to clean" in specpilot("gc", "--older-than", "30", "--apply").stdout
 
 
 def test_export_refuses_a_folder_in_use(tmp_path: Path) -> None:
