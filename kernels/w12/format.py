@@ -67,16 +67,22 @@ class Planes:
         return 12 + (32 * self.base.numel() + 80 * self.escape_index.numel()) / weights if weights else 0.0
 
 
-def encode(weight: Tensor, row_block: int | None = None) -> Planes:
+def encode(weight: Tensor, row_block: int | None = None, *, base: Tensor | None = None) -> Planes:
     """Split `weight` (bfloat16 [N, K], any strides and device) into planes.
 
     row_block: rows per base, None for one base. The base is the start of the fifteen exponents that hold most weights;
     among equals the largest, so that base 0 appears only where exponent 0 earns it. The result depends on nothing but
-    the bits of `weight`. Raises TypeError on another dtype, ValueError on another rank or a row_block below 1.
+    the bits of `weight`. base: int32, one per block, for who has chosen already (`choose_base` over a larger matrix).
+    Raises TypeError on another dtype, ValueError on another rank, a row_block below 1 or bases that do not fit.
     """
     _check_weight(weight, row_block)
     rows, columns = weight.shape
-    base = _choose_base(_exponent_counts(weight, row_block))
+    if base is None:
+        base = choose_base(exponent_counts(weight, row_block))
+    elif base.dtype != torch.int32 or base.shape != (blocks_of(rows, row_block),):
+        raise ValueError(f"{blocks_of(rows, row_block)} int32 bases are needed, got {base.dtype} {tuple(base.shape)}")
+    elif base.numel() and not 0 <= int(base.min()) <= int(base.max()) <= MAX_BASE:
+        raise ValueError(f"bases must lie in 0..{MAX_BASE}, got {int(base.min())}..{int(base.max())}")
     planes_bytes = torch.empty((rows, columns), dtype=torch.uint8, device=weight.device)
     codes = torch.empty_like(planes_bytes)
     indices, words = [], []
@@ -148,10 +154,15 @@ def _row_base(base: Tensor, row_block: int | None, start: int, stop: int) -> Ten
     return base[torch.arange(start, stop, device=base.device) // row_block].unsqueeze(1)
 
 
-def _exponent_counts(weight: Tensor, row_block: int | None) -> Tensor:
-    """How often each exponent occurs per block: int64 [blocks, 256]."""
+def blocks_of(rows: int, row_block: int | None) -> int:
+    """How many bases `rows` rows have."""
+    return 1 if row_block is None else -(-rows // row_block)
+
+
+def exponent_counts(weight: Tensor, row_block: int | None = None) -> Tensor:
+    """How often each exponent occurs per block of rows of a bfloat16 [N, K]: int64 [blocks, 256]."""
     rows, columns = weight.shape
-    blocks = 1 if row_block is None else -(-rows // row_block)
+    blocks = blocks_of(rows, row_block)
     counts = torch.zeros(blocks * 256, dtype=torch.int64, device=weight.device)
     for start, stop in _slices(rows, columns):
         key = (_words(weight[start:stop]) >> 7) & 0xFF
@@ -165,8 +176,17 @@ def _exponent_counts(weight: Tensor, row_block: int | None) -> Tensor:
     return counts.view(blocks, 256)
 
 
-def _choose_base(counts: Tensor) -> Tensor:
+def choose_base(counts: Tensor) -> Tensor:
     """The last best window start of each row of `counts` [blocks, 256]: int32 [blocks]."""
+    return (MAX_BASE - _windows(counts).flip(1).argmax(1)).to(torch.int32)
+
+
+def count_escapes(counts: Tensor) -> int:
+    """Weights that the chosen bases do not reach."""
+    return int((counts.sum(1) - _windows(counts).amax(1)).sum())
+
+
+def _windows(counts: Tensor) -> Tensor:
+    """Weights in the fifteen exponents from each start on: int64 [blocks, 242]."""
     total = torch.nn.functional.pad(counts.cumsum(1), (1, 0))
-    window = total[:, CODES:] - total[:, :-CODES]  # [blocks, 242]: start 0..241
-    return (MAX_BASE - window.flip(1).argmax(1)).to(torch.int32)
+    return total[:, CODES:] - total[:, :-CODES]

@@ -14,7 +14,19 @@ import typer
 from typer.core import TyperGroup
 
 from specpilot import __version__
-from specpilot.cli import attempt, deployments, doctor, export, fetch, maintenance, memory, optimize, roofline, status
+from specpilot.cli import (
+    attempt,
+    deployments,
+    doctor,
+    export,
+    fetch,
+    maintenance,
+    memory,
+    optimize,
+    roofline,
+    status,
+    w12,
+)
 from specpilot.errors import DiskFullError, EnvironmentProblem, SpecPilotError, is_disk_full
 from specpilot.paths import logs_dir
 
@@ -63,7 +75,7 @@ def _root(
     pass
 
 
-for module in (optimize, status, maintenance, export, roofline, fetch, doctor):
+for module in (optimize, status, maintenance, export, roofline, fetch, doctor, w12):
     module.register(app)
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(attempt.app, name="attempt")
