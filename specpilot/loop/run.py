@@ -206,7 +206,8 @@ def _report(context: RunContext, outcome: Outcome) -> None:
 
 def _ended(context: RunContext, stop: StopReason) -> Outcome:
     context.journal.set_meta("stop_reason", stop.value)
-    context.journal.event("ended", {"stop": stop.value})
+    run = context.meta.run_id if context.run_dir.parent == runs_dir() else str(context.run_dir)
+    context.say("ended", stop=stop.value, resume="" if stop is StopReason.gate_unsound else f"specpilot resume {run}")
     return Outcome(context.run_dir, stop)
 
 

@@ -195,6 +195,11 @@ class RunState:
         text = str(data.get("text", "")).strip()
         return [text if level == "info" else f"{level}: {text}"] if text else []
 
+    def _ended(self, data: dict[str, Any]) -> list[str]:
+        self.phase, self.detail = "ended", str(data.get("stop", ""))
+        go_on = f"; finished steps are kept, go on with: {data['resume']}" if data.get("resume") else ""
+        return [f"ended before its end: {self.detail}{go_on}"]
+
     def _done(self, data: dict[str, Any]) -> list[str]:
         self.done = data
         self.phase, self.detail = "done", str(data.get("stop", ""))

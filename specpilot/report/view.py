@@ -40,6 +40,7 @@ class RunView:
     - `trial`: worker, arm, values, ratio
     - `budget`: limit_s, elapsed_s, rounds, usd, usd_limit (prints no line)
     - `note`: level (`info`, `warning`, `error`), text
+    - `ended`: stop, resume (the command that goes on): the run stopped before its end
     - `done`: stop, report (path), data (`report.data.ReportData`): prints the closing summary
     """
 

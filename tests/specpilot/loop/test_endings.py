@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from specpilot.loop.run import optimize, resume
 from specpilot.memory import MemoryStore
 from specpilot.paths import JOURNAL_NAME
 from tests.helpers.fake_server import Behaviour
+from tests.helpers.killing import COMMAND
 from tests.specpilot.loop.setting import fake_setting, patch_between, remember
 
 STOCK = Behaviour(round_s=0.004)
@@ -93,3 +96,24 @@ def test_undeclared_tunable(tmp_path: Path) -> None:
     changed = deployment.model_copy(update={"engine": engine})
     with pytest.raises(UsageError, match="nonsense"):
         starting_tunables(deployment.engine_tree(), changed)
+
+
+def test_interrupt_says_what_happened_and_how_to_go_on(tmp_path: Path) -> None:
+    """Ctrl-C in the middle, not on a terminal: the log's last line says so, the exit code is 130, resume goes on."""
+    deployment = fake_setting(tmp_path, STOCK)
+    words = ["optimize", "-d", str(deployment.folder), "--run-dir", str(tmp_path / "run"), "--plain", "--rounds", "0"]
+    child = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if "gate: calibration" in line:
+            break
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in err
+    last = out.splitlines()[-1]
+    assert last.endswith(
+        f"ended before its end: interrupted; finished steps are kept, go on with: specpilot resume {tmp_path / 'run'}"
+    )
+    assert stop_reason(tmp_path / "run") == "interrupted"
+    assert resume(tmp_path / "run", plain=True).exit_code == 0
