@@ -24,9 +24,9 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys refused, immutable."""
+    """Base of every section: unknown keys, infinities and not-a-numbers refused, immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class WheelSource(Section):
@@ -48,9 +48,9 @@ class WheelSource(Section):
             raise ValueError("must pin one version, like name==1.2.3")
         return value
 
-    @field_validator("wheel_sha256")
+    @field_validator("wheel_sha256", mode="before")
     @classmethod
-    def _digest(cls, value: str) -> str:
+    def _digest(cls, value: Any) -> Any:
         return _check_digest(value)
 
     @field_validator("member")
@@ -75,10 +75,10 @@ class TargetSpec(Section):
     sha256: str | None = None
     """Pinned digest of model.safetensors; required with `source`."""
 
-    @field_validator("sha256")
+    @field_validator("sha256", mode="before")
     @classmethod
-    def _digest(cls, value: str | None) -> str | None:
-        return None if value is None else _check_digest(value)
+    def _digest(cls, value: Any) -> Any:
+        return _check_digest(value)
 
     @model_validator(mode="after")
     def _one_origin(self) -> TargetSpec:
@@ -109,10 +109,10 @@ class DrafterSpec(Section):
     sha256: str | None = None
     """Pinned digest of its model.safetensors; null: recorded, not checked."""
 
-    @field_validator("sha256")
+    @field_validator("sha256", mode="before")
     @classmethod
-    def _digest(cls, value: str | None) -> str | None:
-        return None if value is None else _check_digest(value)
+    def _digest(cls, value: Any) -> Any:
+        return _check_digest(value)
 
     @model_validator(mode="after")
     def _path_fits(self) -> DrafterSpec:
@@ -126,9 +126,9 @@ class Regime(Section):
 
     concurrency: int = Field(1, ge=1, le=64)
     """Requests in flight."""
-    input_tokens: int = Field(512, ge=1)
+    input_tokens: int = Field(512, ge=1, le=1_000_000)
     """Longest prompt, in tokens; longer ones are left out."""
-    output_tokens: int = Field(128, ge=2)
+    output_tokens: int = Field(128, ge=2, le=1_000_000)
     """Tokens per answer that users of this deployment get."""
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     """Sampling temperature; 0 is greedy."""
@@ -162,7 +162,7 @@ class EngineChoice(Section):
     """Name of an engine that comes with SpecPilot (`slim`), or a folder with an engine.toml."""
     python: str | None = None
     """Interpreter that runs the engine; null: the one that runs SpecPilot."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of the engine; null: all cores this process may use."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Further environment variables of the engine process. No credentials."""
@@ -173,19 +173,19 @@ class EngineChoice(Section):
 class GateSettings(Section):
     """How strictly a candidate's tokens are checked."""
 
-    epsilon_floor: float = Field(0.02, ge=0.0)
+    epsilon_floor: float = Field(0.02, ge=0.0, le=1.0)
     """Smallest near-tie gap (nats) the calibration may choose."""
     near_tie_rate_floor: float = Field(0.01, ge=0.0, le=1.0)
     """Smallest allowed share of near-tie positions the calibration may choose."""
-    hidden_prompts: int = Field(8, ge=1)
-    """Hidden prompts per concurrency in the gate's own pass."""
+    hidden_prompts: int = Field(8, ge=1, le=1000)
+    """Hidden prompts per concurrency in the gate's own pass; at most as many as the hidden files hold."""
     hidden_concurrencies: list[int] = Field(default_factory=lambda: [1, 4], min_length=1)
     """Concurrencies of the gate's own pass."""
-    hidden_tokens: int = Field(64, ge=8)
+    hidden_tokens: int = Field(64, ge=8, le=100_000)
     """New tokens per hidden answer of fixed length."""
-    natural_stop_prompts: int = Field(4, ge=0)
+    natural_stop_prompts: int = Field(4, ge=0, le=1000)
     """Prompts answered without a forced length, to compare stop behaviour."""
-    natural_tokens: int = Field(256, ge=8)
+    natural_tokens: int = Field(256, ge=8, le=100_000)
     """Most new tokens of such an answer."""
     cheats: Literal["all", "quick", "none"] | list[str] = "quick"
     """Planted cheats the gate must reject before round 1: all, quick (one per way to cheat), none, or names."""
@@ -193,25 +193,25 @@ class GateSettings(Section):
     @field_validator("hidden_concurrencies")
     @classmethod
     def _positive(cls, value: list[int]) -> list[int]:
-        if any(item < 1 for item in value):
-            raise ValueError("concurrencies are at least 1")
+        if any(not 1 <= item <= 64 for item in value):
+            raise ValueError("each concurrency must be at least 1 and at most 64")
         return value
 
 
 class MeasurementSettings(Section):
     """How long a candidate is measured."""
 
-    max_pairs: int = Field(16, ge=2)
+    max_pairs: int = Field(16, ge=2, le=10_000)
     """Most pairs (one base leg and one candidate leg on the same prompts) per comparison."""
-    min_pairs: int = Field(4, ge=2)
+    min_pairs: int = Field(4, ge=2, le=10_000)
     """Fewest pairs before a decision."""
-    output_tokens_timed: int | None = Field(None, ge=16)
+    output_tokens_timed: int | None = Field(None, ge=16, le=1_000_000)
     """Tokens per timed answer; null: the regime's output_tokens."""
-    max_seconds: float | None = Field(None, gt=0.0)
+    max_seconds: float | None = Field(None, gt=0.0, le=1_000_000.0)
     """Most seconds per comparison; null: max_pairs alone decides."""
     alpha: float = Field(0.05, gt=0.0, lt=0.5)
     """Error rate over all candidates of the run."""
-    min_effect: float = Field(1.02, ge=1.0)
+    min_effect: float = Field(1.02, ge=1.0, le=10.0)
     """Smallest ratio worth merging (1.02: two per cent)."""
 
     @model_validator(mode="after")
@@ -224,9 +224,9 @@ class MeasurementSettings(Section):
 class Budget(Section):
     """When the run ends, at the latest."""
 
-    rounds: int = Field(2, ge=0)
+    rounds: int = Field(2, ge=0, le=1000)
     """Rounds of the loop; 0 prepares a run for `specpilot attempt` and stops there."""
-    wall_clock_minutes: float | None = Field(15.0, gt=0.0)
+    wall_clock_minutes: float | None = Field(15.0, gt=0.0, le=1_000_000.0)
     """Minutes from the start, time before a resume included; null: no limit."""
     usd: float | None = Field(None, ge=0.0)
     """Money for model calls; null: none is spent by workers that need no key."""
@@ -239,7 +239,7 @@ class RecallSettings(Section):
 
     enabled: bool = True
     """Take part."""
-    max_candidates: int = Field(6, ge=1)
+    max_candidates: int = Field(6, ge=1, le=1000)
     """Mechanisms per round."""
 
 
@@ -248,7 +248,7 @@ class SearchSettings(Section):
 
     enabled: bool = True
     """Take part."""
-    trials: int = Field(8, ge=1)
+    trials: int = Field(8, ge=1, le=10_000)
     """Settings tried per round."""
     control: bool = True
     """Also spend the same trials on random search, to tell what the model-based search is worth."""
@@ -405,6 +405,9 @@ def _explain(error: ValidationError) -> Iterator[str]:
     for item in error.errors(include_url=False):
         location = [str(part) for part in item["loc"]]
         key = ".".join(location) or "(whole file)"
+        if item["type"] in _OUT_OF_RANGE and (allowed := _range_at(location)):
+            yield f"{key}: {item['input']} is outside the allowed range, {allowed}"
+            continue
         if item["type"] != "extra_forbidden":
             yield f"{key}: {item['msg'].removeprefix('Value error, ')}"
             continue
@@ -414,8 +417,23 @@ def _explain(error: ValidationError) -> Iterator[str]:
         yield f"unknown key {key}; {guess}known here: {', '.join(known)}"
 
 
+_OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+_BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+
+
+def _range_at(location: list[str]) -> str:
+    """Bounds of the number that a key path leads to, in words; empty if it has none."""
+    field = _section_at(location[:-1]).model_fields.get(location[-1])
+    limits = [(name, getattr(bound, name, None)) for bound in (field.metadata if field else []) for name in _BOUNDS]
+    return " and ".join(_BOUNDS[name].format(f"{limit:.10g}") for name, limit in limits if limit is not None)
+
+
 def _keys_at(location: list[str]) -> list[str]:
     """Known keys of the section that a key path leads to."""
+    return list(_section_at(location).model_fields)
+
+
+def _section_at(location: list[str]) -> type[BaseModel]:
     section: type[BaseModel] = Deployment
     for part in location:
         field = section.model_fields.get(part)
@@ -424,10 +442,13 @@ def _keys_at(location: list[str]) -> list[str]:
         for option in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(option, type) and issubclass(option, BaseModel):
                 section = option
-    return list(section.model_fields)
+    return section
 
 
-def _check_digest(value: str) -> str:
-    if not _SHA256.fullmatch(value):
+def _check_digest(value: Any) -> Any:
+    """A digest as it is, and None; what is no text is left to pydantic, but for a number."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError("YAML reads these digits as a number: write the digest in quotes")
+    if isinstance(value, str) and not _SHA256.fullmatch(value):
         raise ValueError("a SHA-256 digest is 64 lower-case hexadecimal digits")
     return value

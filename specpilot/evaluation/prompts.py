@@ -149,12 +149,18 @@ def read_prompts(path: Path) -> list[dict[str, str]]:
 def check_prompt_files(deployment: Deployment) -> None:
     """Reads both sets whole, so that a broken line is told before anything is spent.
 
-    Raises UsageError for it, and for a prompt that is in both sets: what workers may see is not hidden.
+    Raises UsageError for it, for a prompt that is in both sets (what workers may see is not hidden), and for a gate that
+    wants more hidden prompts than there are.
     """
-    texts = {
-        which: {row["text"]: row["id"] for path in deployment.prompt_files(which) for row in read_prompts(path)}
-        for which in ("tuning", "hidden")
-    }
+    rows = {which: [row for path in deployment.prompt_files(which) for row in read_prompts(path)] for which in SETS}
+    texts = {which: {row["text"]: row["id"] for row in rows[which]} for which in SETS}
+    for key in ("hidden_prompts", "natural_stop_prompts"):
+        if getattr(deployment.gate, key) > len(texts["hidden"]):
+            raise UsageError(
+                f"deployment {deployment.name}: gate.{key}: {getattr(deployment.gate, key)} is outside the allowed range, "
+                f"at most {len(texts['hidden'])}: so many different prompts do workload.hidden's files hold",
+                "lower it, or write more hidden prompts.",
+            )
     shared = [texts["hidden"][text] for text in texts["hidden"] if text in texts["tuning"]]
     if shared:
         raise UsageError(

@@ -70,7 +70,7 @@ def make_run(name: str = "20260101-000000-d-aaaa") -> Path:
 def local_deployment(folder: Path) -> Path:
     """A complete deployment whose checkpoint is missing."""
     for name in ("tuning.jsonl", "hidden.jsonl"):
-        (folder / name).write_text(f'{{"id": "a", "text": "hello {name}"}}\n')
+        (folder / name).write_text("".join(f'{{"id": "{k}", "text": "hello {name} {k}"}}\n' for k in range(8)))
     data = {
         "name": "local",
         "target": {"path": "checkpoint", "architecture": "LlamaForCausalLM"},
@@ -114,6 +114,8 @@ def test_invalid_deployments_are_exit_code_2(tmp_path: Path) -> None:
     assert "declares no tunable" in fails(2, "deployments", "validate", NGRAM, "--set", "engine.tunables.foo=1")
     assert "no hardware sheet" in fails(2, "deployments", "validate", NGRAM, "--set", "hardware=none-such")
     file = local_deployment(tmp_path)
+    told = fails(2, "deployments", "validate", str(file), "--set", "gate.hidden_prompts=9")
+    assert "gate.hidden_prompts: 9 is outside the allowed range, at most 8" in told
     (tmp_path / "hidden.jsonl").unlink()
     assert "hidden.jsonl" in fails(2, "deployments", "validate", str(file))
     file.write_text("name: [")

@@ -99,6 +99,35 @@ def test_unknown_key_inside_an_optional_section() -> None:
         ("workload.hidden=a.jsonl", "cannot be both"),
         ("gate.hidden_concurrencies=[0]", "at least 1"),
         ("name=../evil", "name"),
+        (
+            "measurement.min_effect=.inf",
+            "measurement.min_effect: inf is outside the allowed range, at least 1 and at most 10",
+        ),
+        (
+            "measurement.min_effect=.nan",
+            "measurement.min_effect: nan is outside the allowed range, at least 1 and at most 10",
+        ),
+        (
+            "measurement.min_effect=-1",
+            "measurement.min_effect: -1 is outside the allowed range, at least 1 and at most 10",
+        ),
+        ("measurement.min_effect=1e9", "at least 1 and at most 10"),
+        ("measurement.alpha=.inf", "measurement.alpha: inf is outside the allowed range, above 0 and below 0.5"),
+        ("measurement.max_seconds=.inf", "measurement.max_seconds: inf is outside the allowed range, above 0"),
+        ("budget.wall_clock_minutes=.nan", "budget.wall_clock_minutes: nan is outside the allowed range, above 0"),
+        ("budget.usd=.inf", "budget.usd: inf is outside the allowed range, at least 0"),
+        (
+            "gate.hidden_prompts=1000000",
+            "gate.hidden_prompts: 1000000 is outside the allowed range, at least 1 and at most",
+        ),
+        ("gate.epsilon_floor=.inf", "gate.epsilon_floor: inf is outside the allowed range, at least 0 and at most 1"),
+        ("regime.temperature=.nan", "regime.temperature: nan is outside the allowed range, at least 0 and at most 2"),
+        ("gate.hidden_concurrencies=[65]", "at least 1 and at most 64"),
+        ("target.sha256=1234567890", "target.sha256: YAML reads these digits as a number: write the digest in quotes"),
+        (
+            "drafter.sha256=" + "1" * 64,
+            "drafter.sha256: YAML reads these digits as a number: write the digest in quotes",
+        ),
     ],
 )
 def test_wrong_values_name_their_key(override: str, words: str) -> None:
