@@ -23,6 +23,7 @@ from typing import Any
 
 from specpilot.contracts import Record
 from specpilot.deployment import Deployment, DrafterMethod, TargetSpec, WheelSource
+from specpilot.drafters import check_drafter
 from specpilot.errors import DigestError, DiskFullError, MissingModelError, ModelError, disk_full_named, nothing_free
 from specpilot.paths import models_dir
 from specpilot.sandbox import run_bounded, scrub_environment
@@ -62,6 +63,8 @@ def ensure_models(deployment: Deployment, *, progress: Progress | None = None) -
         folder, digest = _fetched(target, target.source, tell)
     _check_architecture(folder, target.architecture)
     drafter, drafter_sha256 = _drafter(deployment)
+    if drafter_sha256 is not None:
+        check_drafter(Path(drafter), folder)
     return ResolvedModels(target_dir=folder, target_sha256=digest, drafter=drafter, drafter_sha256=drafter_sha256)
 
 

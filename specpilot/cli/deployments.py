@@ -48,7 +48,8 @@ def show(name: str, set_: Overrides = None) -> None:
 
 
 def check(deployment: Deployment) -> None:
-    """Raise for the first thing that would stop a run: engine tree, tunables, hardware sheet, prompt files, checkpoints."""
+    """Raise for the first thing that would stop a run: engine tree, tunables, hardware sheet, prompt files, checkpoints,
+    drafter."""
     spec = load_engine_spec(deployment.engine_tree())
     spec.tunables_text(deployment.engine.tunables)
     if deployment.hardware not in ("auto", "cpu"):
@@ -70,3 +71,8 @@ def check(deployment: Deployment) -> None:
             f"deployment {deployment.name}: no file {', '.join(map(str, missing))}",
             "give folders with config.json and safetensors weights as target.path and drafter.path.",
         )
+    if deployment.drafter.path is not None:
+        from specpilot.drafters import check_drafter
+
+        target = None if deployment.target.path is None else deployment.resolve(deployment.target.path)
+        check_drafter(deployment.resolve(deployment.drafter.path), target)

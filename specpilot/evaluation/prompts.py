@@ -152,7 +152,8 @@ def check_prompt_files(deployment: Deployment) -> None:
     Raises UsageError for it, for a prompt that is in both sets (what workers may see is not hidden), and for a gate that
     wants more hidden prompts than there are.
     """
-    rows = {which: [row for path in deployment.prompt_files(which) for row in read_prompts(path)] for which in SETS}
+    sets = {"tuning": deployment.prompt_files("tuning"), "hidden": deployment.prompt_files("hidden")}
+    rows = {which: [row for path in files for row in read_prompts(path)] for which, files in sets.items()}
     texts = {which: {row["text"]: row["id"] for row in rows[which]} for which in SETS}
     for key in ("hidden_prompts", "natural_stop_prompts"):
         if getattr(deployment.gate, key) > len(texts["hidden"]):

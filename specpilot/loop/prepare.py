@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specpilot.contracts import Calibration
 from specpilot.deployment import Deployment
+from specpilot.drafters import check_drafter
 from specpilot.engine_tree import load_engine_spec
 from specpilot.errors import DigestError, UsageError
 from specpilot.evaluation.baselines import measure_variants
@@ -75,11 +76,6 @@ def starting_tunables(tree: Path, deployment: Deployment) -> dict[str, str]:
 def _identities(context: RunContext) -> Prepared:
     models = context.resolved
     config = json.loads((models.target_dir / "config.json").read_text())
-    block = None
-    drafter_config = Path(models.drafter) / "config.json"
-    if drafter_config.is_file():
-        loaded = json.loads(drafter_config.read_text())
-        block = loaded.get("dflash_config", {}).get("block_size") or loaded.get("block_size", 16)
     return Prepared(
         target_dir=str(models.target_dir),
         target_sha256=models.target_sha256,
@@ -87,7 +83,7 @@ def _identities(context: RunContext) -> Prepared:
         drafter_sha256=models.drafter_sha256,
         first_commit=context.trees.first_commit,
         architecture=config.get("model_type", "unknown"),
-        block_size=block,
+        block_size=check_drafter(Path(models.drafter)) if models.drafter_sha256 else None,
         python=context.deployment.engine.python or sys.executable,
     )
 

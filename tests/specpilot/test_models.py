@@ -18,6 +18,7 @@ from specpilot import models
 from specpilot.deployment import Deployment
 from specpilot.errors import DigestError, DiskFullError, MissingModelError, ModelError
 from specpilot.paths import models_dir
+from tests.specpilot.loop.setting import DRAFTER_CONFIG
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 HIDDEN, INNER, HEADS, VOCABULARY = 32, 64, 2, 257
@@ -242,13 +243,19 @@ def test_drafter_checkpoints(shop: Path, converted_sha256: str, tmp_path: Path) 
     with pytest.raises(MissingModelError, match="drafter.path of deployment d"):
         models.ensure_models(deployment(shop, converted_sha256, tmp_path, target=target, drafter=drafter))
     (tmp_path / "drafter").mkdir()
-    (tmp_path / "drafter/config.json").write_text("{}")
+    sizes = json.loads((shop / "converted" / "config.json").read_text())
+    config = DRAFTER_CONFIG | {key: sizes[key] for key in ("hidden_size", "vocab_size")}
+    config["num_target_layers"] = sizes["num_hidden_layers"]
+    (tmp_path / "drafter/config.json").write_text(json.dumps(config))
     (tmp_path / "drafter/model.safetensors").write_bytes(b"weights")
     with pytest.raises(DigestError, match=hashlib.sha256(b"weights").hexdigest()):
         models.ensure_models(deployment(shop, converted_sha256, tmp_path, target=target, drafter=drafter))
     pinned = drafter | {"sha256": hashlib.sha256(b"weights").hexdigest()}
     found = models.ensure_models(deployment(shop, converted_sha256, tmp_path, target=target, drafter=pinned))
     assert found.drafter == str((tmp_path / "drafter").resolve()) and found.drafter_sha256 == pinned["sha256"]
+    (tmp_path / "drafter/config.json").write_text(json.dumps(config | {"hidden_size": 8 * sizes["hidden_size"]}))
+    with pytest.raises(ModelError, match="hidden_size .* but the target has"):
+        models.ensure_models(deployment(shop, converted_sha256, tmp_path, target=target, drafter=pinned))
 
 
 def test_digest_of_several_files_is_that_of_their_sorted_list(tmp_path: Path) -> None:
