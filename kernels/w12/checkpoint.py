@@ -109,7 +109,7 @@ def pack(
             "files": rows,
             "copied": copied,
         }
-        _write_text(work / MANIFEST, json.dumps({**manifest, "sha256": _manifest_sum(manifest)}, indent=1) + "\n")
+        _write_text(work / MANIFEST, json.dumps({**manifest, "sha256": _manifest_sum(manifest)}, indent=1))
     sizes = [sum(row[key] for row in rows) for key in ("bytes", "packed_bytes")]
     return Report(files, sizes[0], sizes[1], weights_sha256)
 

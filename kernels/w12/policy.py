@@ -38,7 +38,7 @@ class Bases:
 def reason_to_keep(name: str, dtype: str, shape: tuple[int, ...], table_is_head: bool) -> str:
     """Why a tensor stays as it is, judged by its header entry alone; empty if it may be packed."""
     if dtype != "BF16":
-        return f"{dtype}, not BF16"
+        return "not BF16"
     if len(shape) != 2:
         return "not a matrix"
     parts = name.removesuffix(".weight").split(".")

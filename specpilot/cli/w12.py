@@ -65,6 +65,8 @@ def pack(
         typer.echo(json.dumps(found))
         return
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
     console.print(_table(found["tensors"]))
     before, after = found["original_bytes"], found["packed_bytes"]
     console.print(
@@ -111,14 +113,14 @@ def _data_plane(command: str, folder: Path, to: Path, options: list[str]) -> dic
 
 def _table(tensors: list[dict[str, Any]]) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False)
-    table.add_column("tensor")
+    table.add_column("tensor", overflow="fold")
     table.add_column("shape")
     table.add_column("stored")
     table.add_column("rows/base", justify="right")
     table.add_column("bits/weight", justify="right")
     table.add_column("escapes", justify="right")
     for t in tensors:
-        stored = "w12" if t["packed"] else f"as it was: {t['reason']}"
+        stored = "w12" if t["packed"] else f"{t['dtype']}: {t['reason']}"
         block = ("all" if t["row_block"] is None else str(t["row_block"])) if t["packed"] else ""
         rate = f"{t['escape_rate']:.4%}" if t["packed"] else ""
         shape = "x".join(map(str, t["shape"])) or "scalar"
