@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
 import layout  # type: ignore[import-not-found]
 
 SUMS = "evidence/SHA256SUMS"
+ENTRY = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>\S.*)")
+"""A line of SHA256SUMS, as `sha256sum` writes it."""
 FREE = {".venv", ".cache", "models"}
 """Folders that the scripts fill on the user's machine; not part of the evidence."""
 UNLIKELY = 0.001
@@ -44,9 +47,16 @@ def check_files(expect: str | None) -> None:
     if expect is not None and digest != expect.lower():
         layout.fail(layout.TAMPERED, f"{SUMS} has SHA-256 {digest}, expected {expect.lower()}")
     listed: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        value, _, name = line.partition("  ")
-        listed[name] = value
+    for number, line in enumerate(path.read_bytes().decode("utf-8", "replace").splitlines(), start=1):
+        entry = ENTRY.fullmatch(line)
+        if entry is None or entry["name"] in listed:
+            found = "empty" if not line.strip() else "a repetition" if entry else f"{line[:100]!r}"
+            layout.fail(
+                layout.TAMPERED,
+                f"{SUMS} was changed: line {number} is {found}; each line is a digest, two spaces and a file's name, once",
+                "take a fresh copy of the export.",
+            )
+        listed[entry["name"]] = entry["digest"]
     problems = [f"{name}: {problem}" for name in sorted(listed) if (problem := _problem(name, listed[name]))]
     problems += [f"{name}: is not part of the export" for name in sorted(_present() - set(listed) - {SUMS})]
     if problems:

@@ -132,6 +132,26 @@ def test_rewritten_checksums_are_caught_by_the_printed_digest(exported):
     assert script(to, "verify.sh", "--checksums", "--expect", result.sums_sha256).returncode == 8
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda lines: [*lines[:2], "", *lines[2:]], "line 3 is empty"),
+        (lambda lines: [*lines, ""], "is empty"),
+        (lambda lines: [lines[0].replace("  ", " "), *lines[1:]], "line 1 is '"),
+        (lambda lines: [*lines[:4], lines[0], *lines[4:]], "line 5 is a repetition"),
+        (lambda lines: ["\udcff" + lines[0], *lines[1:]], "line 1 is '"),
+    ],
+)
+def test_a_damaged_list_of_checksums_is_said_so(exported, change, told):
+    _, to = exported
+    sums = to / "evidence" / "SHA256SUMS"
+    text = "".join(line + "\n" for line in change(sums.read_text().splitlines()))
+    sums.write_text(text, encoding="utf-8", errors="surrogateescape")
+    done = script(to, "verify.sh", "--checksums")
+    assert done.returncode == 8 and "evidence/SHA256SUMS was changed: " in done.stderr and told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_scripts_say_what_is_missing(exported):
     _, to = exported
     done = script(to, "serve.sh", "final", "30111", ENGINE_PYTHON="/nowhere/python")
