@@ -14,6 +14,7 @@ from specpilot.drafters import check_drafter
 from specpilot.engine_tree import load_engine_spec
 from specpilot.errors import DigestError, UsageError
 from specpilot.evaluation.baselines import measure_variants
+from specpilot.evaluation.legs import run_leg
 from specpilot.evaluation.prompts import check_prompt_files
 from specpilot.gate.calibrate import calibrate
 from specpilot.gate.records import CheatOutcome, SelfTestResult
@@ -28,6 +29,8 @@ from specpilot.workspace import Workspace
 
 CALIBRATION_PROMPTS = 12
 CALIBRATION_TOKENS = 48
+BASELINE_PROMPTS = 3
+"""Answers of the `ar` baseline that the reference scores for information: does plain decoding here pass the gate?"""
 
 
 def prepare(context: RunContext) -> None:
@@ -105,10 +108,21 @@ def _assert_same_models(context: RunContext) -> None:
 def calibration(context: RunContext) -> Calibration:
     """What counts as a near-tie: the reference against itself, once per run."""
 
+    first = context.trees.first_commit
+
     def run() -> Calibration:
-        prompts = context.prompts("calibrate").take("tuning", CALIBRATION_PROMPTS)
-        with context.engine(context.trees.first_commit, "reference", "calibrate") as reference:
-            return calibrate(reference, prompts, context.deployment.gate, max_new_tokens=CALIBRATION_TOKENS)
+        pool = context.prompts("calibrate")
+        with context.engine(first, "ar", "calibrate-ar") as ar:
+            plain = pool.take("tuning", BASELINE_PROMPTS)
+            answers = run_leg(ar, plain, concurrency=1, max_new_tokens=CALIBRATION_TOKENS, side="base").generations
+        with context.engine(first, "reference", "calibrate") as reference:
+            return calibrate(
+                reference,
+                pool.take("tuning", CALIBRATION_PROMPTS),
+                context.deployment.gate,
+                max_new_tokens=CALIBRATION_TOKENS,
+                baseline=answers,
+            )
 
     result: Calibration = context.journal.step(
         "calibrate", lambda: patiently(context, "calibrate", run), model=Calibration

@@ -84,7 +84,8 @@ class RunState:
             f"{number(data.get('near_tie_rate_limit'), '.2%')} of positions"
         )
         return [
-            f"calibration: {self.calibration} ({data.get('positions', '?')} positions of the reference against itself)"
+            f"calibration: {self.calibration} ({data.get('positions', '?')} positions of the reference against itself)",
+            *([f"baseline against the reference: {data['baseline_note']}"] if data.get("baseline_note") else []),
         ]
 
     def _selftest(self, data: dict[str, Any]) -> list[str]:

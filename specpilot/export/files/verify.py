@@ -49,14 +49,15 @@ def check_files(expect: str | None) -> None:
     listed: dict[str, str] = {}
     for number, line in enumerate(path.read_bytes().decode("utf-8", "replace").splitlines(), start=1):
         entry = ENTRY.fullmatch(line)
-        if entry is None or entry["name"] in listed:
-            found = "empty" if not line.strip() else "a repetition" if entry else f"{line[:100]!r}"
-            layout.fail(
-                layout.TAMPERED,
-                f"{SUMS} was changed: line {number} is {found}; each line is a digest, two spaces and a file's name, once",
-                "take a fresh copy of the export.",
-            )
-        listed[entry["name"]] = entry["digest"]
+        if entry is not None and entry["name"] not in listed:
+            listed[entry["name"]] = entry["digest"]
+            continue
+        found = "empty" if not line.strip() else "a repetition" if entry else f"{line[:100]!r}"
+        layout.fail(
+            layout.TAMPERED,
+            f"{SUMS} was changed: line {number} is {found}; each line is a digest, two spaces and a file's name, once",
+            "take a fresh copy of the export.",
+        )
     problems = [f"{name}: {problem}" for name in sorted(listed) if (problem := _problem(name, listed[name]))]
     problems += [f"{name}: is not part of the export" for name in sorted(_present() - set(listed) - {SUMS})]
     if problems:

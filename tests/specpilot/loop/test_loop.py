@@ -58,6 +58,9 @@ def test_measured_gain_is_the_planted_one(ended: Path) -> None:
     total = data.ratio("final", "stock")
     assert total is not None and 1.4 < total.ratio < 2.8
     assert data.figure("stock") is not None and data.figure("final-ar") is not None
+    assert data.calibration is not None
+    assert data.calibration.baseline_note.startswith("ar: 144 of 144 positions exact"), "3 answers of 48 tokens"
+    assert data.calibration.baseline_note in (ended / "report.html").read_text()
     accepted = data.figure("final")
     assert accepted is not None and accepted.accepted_length == pytest.approx(23 / 8, abs=0.15)
 
