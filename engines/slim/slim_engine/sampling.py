@@ -71,8 +71,13 @@ def accept_sampled(drafts: list[int], q: torch.Tensor | None, p: torch.Tensor, g
 
     drafts: n tokens, drawn from q [n, V], or fixed ones (q None: all mass on the draft). p [n + 1, V]: target distributions at the anchor and
     after each draft. Accept draft d with probability min(1, p(d) / q(d)); the first rejection is replaced by a draw from max(p - q, 0);
-    if all are accepted the last row of p gives the bonus token.
+    if all are accepted the last row of p gives the bonus token. Raises ValueError when p or q holds a value that is not finite: every comparison
+    with NaN is false, so such a draft would be rejected in silence and the replacement drawn from nothing.
     """
+    for name, rows in (("drafter's distribution q", q), ("target's distribution p", p)):
+        if rows is not None and not bool(torch.isfinite(rows).all()):
+            row = int((~torch.isfinite(rows)).any(-1).nonzero()[0])
+            raise ValueError(f"the {name} is not finite at position {row}: its logits overflowed, or its weights are damaged")
     for index, token in enumerate(drafts):
         chance = torch.rand((), dtype=torch.float64, generator=generator).item()
         proposed = 1.0 if q is None else float(q[index, token])

@@ -76,6 +76,18 @@ def test_equal_distributions_accept_everything() -> None:
         assert accept_sampled(drafts, p[:2], p, generator)[:2] == drafts
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_distribution_that_is_not_finite_is_refused(bad: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    p = torch.full((3, 4), 0.25)
+    broken = p[:2].clone()
+    broken[1, 3] = bad
+    with pytest.raises(ValueError, match="drafter's distribution q is not finite at position 1"):
+        accept_sampled([0, 1], broken, p, generator)
+    with pytest.raises(ValueError, match="target's distribution p is not finite at position 1"):
+        accept_sampled([0], None, broken, generator)
+
+
 @pytest.mark.parametrize("method", ["none", "dflash", "ngram"])
 def test_engine_samples_the_targets_distribution(llama: Path, drafter: Path, method: str) -> None:
     """First three tokens of 600 seeded requests against probabilities that transformers gives (top 3 of 260 tokens, T = 2)."""
