@@ -7,6 +7,7 @@ from typing import Any
 from specpilot.contracts import AttemptState, Candidate, Reason
 from specpilot.loop.context import RunContext
 from specpilot.loop.records import Assessment
+from specpilot.loop.state import mechanism_of
 
 _ORDER = list(AttemptState)
 _ENDED = {AttemptState.rejected, AttemptState.superseded, AttemptState.merged}
@@ -73,5 +74,5 @@ def _show(context: RunContext, attempt_id: str) -> None:
         state=row.state.value,
         reason=row.reason.value if row.reason else None,
         detail=row.detail,
-        mechanism=(row.data.get("candidate") or {}).get("claim", {}).get("mechanism"),
+        mechanism=mechanism_of(row),
     )

@@ -17,6 +17,7 @@ from specpilot.loop.attempts import advance, reject
 from specpilot.loop.context import RunContext
 from specpilot.loop.learn import fingerprint, memory_hardware
 from specpilot.loop.records import Submitted, WorkerResult
+from specpilot.loop.state import mechanism_of
 from specpilot.workspace import UnsafeChange
 
 SMALL = 0.25
@@ -66,13 +67,8 @@ def tried_mechanisms(context: RunContext, before_round: int) -> set[str]:
     One that merely showed no effect may be tried again on a faster engine: what it saves can have been hidden behind
     a bottleneck that has been removed since.
     """
-    found = set()
-    for row in context.journal.attempts():
-        claim = (row.data.get("candidate") or {}).get("claim") or {}
-        name = claim.get("mechanism") or row.data.get("mechanism")
-        if row.round < before_round and name and not _merely_null(row):
-            found.add(str(name))
-    return found
+    settled = [row for row in context.journal.attempts() if row.round < before_round and not _merely_null(row)]
+    return {name for name in map(mechanism_of, settled) if name}
 
 
 def _merely_null(row: AttemptRow) -> bool:

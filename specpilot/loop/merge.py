@@ -6,7 +6,7 @@ it stands. Every further one is laid on by a three-way merge, and must gain over
 
 from __future__ import annotations
 
-from specpilot.contracts import AttemptState, Candidate, Reason
+from specpilot.contracts import AttemptState, Candidate, Comparison, Reason
 from specpilot.loop.assess import assess
 from specpilot.loop.attempts import advance, supersede
 from specpilot.loop.context import RunContext
@@ -39,7 +39,8 @@ def merge_one(context: RunContext, key: str, candidate: Candidate, assessment: A
 
     def run() -> Merged:
         if candidate.base_commit == head:
-            return _first(candidate, assessment, head)
+            detail = "fast-forward: measured and judged as it stands"
+            return _step(candidate, head, candidate.commit, assessment.comparison, detail)
         return _next(context, key, candidate, head)
 
     step: Merged = context.journal.step(key, run, model=Merged)
@@ -55,57 +56,38 @@ def _by_gain(accepted: list[tuple[Candidate, Assessment]]) -> list[tuple[Candida
     return sorted(accepted, key=gain, reverse=True)
 
 
-def _first(candidate: Candidate, assessment: Assessment, base: str) -> Merged:
-    comparison = assessment.comparison
-    assert comparison is not None
-    return Merged(
-        attempt_id=candidate.attempt_id,
-        before=base,
-        after=candidate.commit,
-        merged=True,
-        reason=None,
-        detail="fast-forward: measured and judged as it stands",
-        gain=comparison.ratio,
-        low=comparison.low,
-        high=comparison.high,
-    )
-
-
 def _next(context: RunContext, key: str, candidate: Candidate, head: str) -> Merged:
-    def left_out(reason: Reason, detail: str, assessment: Assessment | None = None) -> Merged:
-        comparison = assessment.comparison if assessment else None
-        return Merged(
-            attempt_id=candidate.attempt_id,
-            before=head,
-            after=head,
-            merged=False,
-            reason=reason,
-            detail=detail,
-            gain=comparison.ratio if comparison else None,
-            low=comparison.low if comparison else None,
-            high=comparison.high if comparison else None,
-        )
-
     outcome = context.trees.merge(head, candidate.commit, candidate.base_commit, key.replace("/", "-"))
     if outcome.commit is None:
-        return left_out(Reason.does_not_apply, outcome.conflict)
+        return _step(candidate, head, head, None, outcome.conflict, Reason.does_not_apply)
     summed = candidate.model_copy(update={"commit": outcome.commit, "base_commit": head})
     assessment = assess(context, f"{key}/assess", summed, head)
-    if not assessment.accepted:
-        reason = Reason.superseded_by_sum if assessment.reason == Reason.no_gain else assessment.reason
-        return left_out(reason or Reason.superseded_by_sum, assessment.detail, assessment)
-    comparison = assessment.comparison
-    assert comparison is not None
+    if assessment.accepted:
+        detail = "measured and judged on top of the head"
+        return _step(candidate, head, outcome.commit, assessment.comparison, detail)
+    reason = Reason.superseded_by_sum if assessment.reason in (Reason.no_gain, None) else assessment.reason
+    return _step(candidate, head, head, assessment.comparison, assessment.detail, reason)
+
+
+def _step(
+    candidate: Candidate,
+    before: str,
+    after: str,
+    comparison: Comparison | None,
+    detail: str,
+    reason: Reason | None = None,
+) -> Merged:
+    """One step of the merge; with a reason it is one that was left out."""
     return Merged(
         attempt_id=candidate.attempt_id,
-        before=head,
-        after=outcome.commit,
-        merged=True,
-        reason=None,
-        detail="measured and judged on top of the head",
-        gain=comparison.ratio,
-        low=comparison.low,
-        high=comparison.high,
+        before=before,
+        after=after,
+        merged=reason is None,
+        reason=reason,
+        detail=detail,
+        gain=comparison.ratio if comparison else None,
+        low=comparison.low if comparison else None,
+        high=comparison.high if comparison else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specpilot.contracts import AttemptState, GapTable
+from specpilot.journal import AttemptRow
 from specpilot.loop.context import RunContext
 
 
@@ -13,14 +14,15 @@ def head_of(context: RunContext) -> str:
 
 def merged_mechanisms(context: RunContext) -> list[str]:
     """Names of the mechanisms in the best engine, oldest first."""
-    names = []
-    for row in context.journal.attempts(state=AttemptState.merged):
-        claim = (row.data.get("candidate") or {}).get("claim") or {}
-        remember = row.data.get("remember") or {}
-        name = claim.get("mechanism") or remember.get("name")
-        if name:
-            names.append(str(name))
-    return names
+    names = map(mechanism_of, context.journal.attempts(state=AttemptState.merged))
+    return [name for name in names if name]
+
+
+def mechanism_of(row: AttemptRow) -> str | None:
+    """Name of the mechanism that an attempt replays, or that its submitter wants it to be remembered as."""
+    claim = (row.data.get("candidate") or {}).get("claim") or {}
+    remember = row.data.get("remember") or {}
+    return claim.get("mechanism") or row.data.get("mechanism") or remember.get("name")
 
 
 def present_gaps(context: RunContext) -> GapTable | None:

@@ -10,6 +10,7 @@ from specpilot.gate.records import SelfTestResult
 from specpilot.journal import AttemptRow, Event
 from specpilot.loop.context import RunContext
 from specpilot.loop.records import Merged
+from specpilot.loop.state import mechanism_of
 from specpilot.report.data import (
     Command,
     Fate,
@@ -77,7 +78,7 @@ def merged_steps(context: RunContext) -> list[Step]:
             found.append(
                 Step(
                     attempt_id=merged.attempt_id,
-                    mechanism=_mechanism(attempt),
+                    mechanism=mechanism_of(attempt),
                     component=attempt.component,
                     gain=merged.gain,
                     low=merged.low,
@@ -124,19 +125,13 @@ def _fate(row: AttemptRow) -> Fate:
         state=row.state.value,
         reason=row.reason.value if row.reason else None,
         detail=row.detail,
-        mechanism=_mechanism(row),
+        mechanism=mechanism_of(row),
         hypothesis=claim.get("hypothesis") or str(row.data.get("task") or ""),
         predicted_gain=claim.get("predicted_gain"),
         commit=candidate.get("commit", ""),
         comparison=assessment.get("comparison"),
         verdict=assessment.get("verdict"),
     )
-
-
-def _mechanism(row: AttemptRow) -> str | None:
-    claim = (row.data.get("candidate") or {}).get("claim") or {}
-    remember = row.data.get("remember") or {}
-    return claim.get("mechanism") or remember.get("name")
 
 
 def _closing(context: RunContext) -> dict[str, Any] | None:
