@@ -1,6 +1,6 @@
 """Accepted length of the drafter under vLLM's own `dflash` method, an independent reader of the same checkpoint.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=2 \
+    VLLM_ALLOW_INSECURE_SERIALIZATION=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=2 \
         python vllm_dflash.py --target DIR --drafter DIR --prompts hidden.jsonl [--per-source 10] [--tokens 128]
 
 Needs an environment with vLLM (vllm-cpu 0.32.0 was used; see README.md). Greedy, float32, one request at a time. Two
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ def counters(llm: Any) -> list[float]:
     return [values.get(name, 0.0) for name in COUNTERS]
 
 
-def mend_context_norm() -> None:
-    """Give each draft layer its own key norm over the context.
+def mend_context_norm(_worker: Any) -> str:
+    """Give each draft layer its own key norm over the context. Runs in the worker's process, where the model is.
 
     vLLM 0.32 normalises the context keys of all layers by one call with a [layers, head_dim] weight; its CPU kernel
-    reads the first row only, so that layers 1.. get layer 0's weight (seen with vllm-cpu 0.32.0; --stock shows it).
+    reads the first row only, so that layers 1.. get layer 0's weight (vllm-cpu 0.32.0; --stock leaves it so).
     """
     import torch
     from vllm import _custom_ops as ops
@@ -54,6 +55,7 @@ def mend_context_norm() -> None:
         return out
 
     DFlashQwen3Model._normalize_context_k = normalise
+    return f"mended in process {os.getpid()}"
 
 
 def main() -> None:
@@ -68,14 +70,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stock", action="store_true", help="do not mend vLLM's context key norm on the CPU")
     args = parser.parse_args()
-    if not args.stock:
-        mend_context_norm()
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=str(args.target), dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=1, disable_log_stats=False, enable_prefix_caching=False,
         speculative_config={"method": "dflash", "model": str(args.drafter), "num_speculative_tokens": args.drafts},
     )  # fmt: skip
+    if not args.stock:
+        print(llm.collective_rpc(mend_context_norm), flush=True)
     sampling = SamplingParams(temperature=0.0, max_tokens=args.tokens)
     records: dict[str, dict[str, float]] = {}
     answers = []
