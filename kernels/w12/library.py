@@ -1,0 +1,108 @@
+"""Compile the CUDA kernels with nvcc, once per source and card, and load them. Nothing happens on import.
+
+The library is plain C (pointers, integers, a stream), so that it needs no header of torch and loads beside any build of
+it. It lands in the cache folder of the user, under a name made of the sources, the target and the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from specpilot.kernels.w12.errors import MachineProblem
+
+SOURCES = Path(__file__).parent / "cuda"
+TARGETS = {9: "90a", 12: "120a"}
+"""Major compute capability to the target to compile for. Needs mbarriers, bulk copies and clusters: sm_90 and later."""
+
+
+class Arguments(ctypes.Structure):
+    """`w12::Arguments` of cuda/gemm.cu, field by field."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("weight", "overflow", "x", "residual", "y")],
+        ("best_value", ctypes.c_void_p),
+        ("best_index", ctypes.c_void_p),
+        *[(name, ctypes.c_int) for name in ("m", "n", "ldx", "ldy", "row_tiles", "subtiles", "subtile_bytes")],
+        *[(name, ctypes.c_int) for name in ("width", "split", "depth", "stages", "stage_subtiles")],
+    ]
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc: $CUDACXX, the PATH, or $CUDA_HOME/bin, /usr/local/cuda/bin."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    for found in (os.environ.get("CUDACXX"), shutil.which("nvcc"), *(f"{h}/bin/nvcc" for h in homes if h)):
+        if found and Path(found).is_file():
+            return found
+    return None
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $SPECPILOT_CACHE, else the user's cache folder."""
+    chosen = os.environ.get("SPECPILOT_CACHE")
+    if chosen:
+        return Path(chosen) / "w12"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specpilot" / "w12"
+
+
+def compile_library(target: str, folder: Path | None = None) -> Path:
+    """Compile for `target` ("90a", "120a") unless already there; the path of the library.
+
+    Raises MachineProblem without nvcc, or with the compiler's words when it fails.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise MachineProblem(
+            "the W12 kernels must be compiled, and nvcc is not to be found",
+            "install the CUDA toolkit (12.8 or newer) and put nvcc on the PATH or set CUDA_HOME; or use backend='triton'",
+        )
+    sources = sorted(SOURCES.glob("*.cu*"))
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256(version.encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    folder = folder or cache_folder()
+    library = folder / f"w12-sm_{target}-{digest}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed when complete: two processes may compile at once
+        made = Path(scratch) / library.name
+        command = [nvcc, "-O3", "-std=c++17", "-gencode", f"arch=compute_{target},code=sm_{target}", "--threads", "0"]
+        command += ["--split-compile", "0", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v"]
+        command += [str(path) for path in sources if path.suffix == ".cu"]
+        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise MachineProblem(
+                f"nvcc could not compile the W12 kernels for sm_{target}:\n{done.stderr[-3000:]}",
+                f"run it by hand: {' '.join(command)}",
+            )
+        library.with_suffix(".log").write_text(done.stderr)
+        made.replace(library)
+    return library
+
+
+@functools.cache
+def load(target: str) -> ctypes.CDLL:
+    """The kernels compiled for `target`, with argument types set."""
+    library = ctypes.CDLL(str(compile_library(target)))
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.w12_gemm.argtypes = [ctypes.POINTER(Arguments), *[integer] * 5, pointer]
+    library.w12_finish_argmax.argtypes = [pointer, pointer, pointer, integer, integer, pointer]
+    for name in ("w12_gemm", "w12_finish_argmax"):
+        getattr(library, name).restype = ctypes.c_char_p
+    return library
+
+
+def target_of(capability: tuple[int, int]) -> str:
+    """The compile target for a card. Raises MachineProblem for one that the kernels do not serve."""
+    if capability[0] not in TARGETS:
+        raise MachineProblem(
+            f"the CUDA kernels serve compute capability 9.0 and 12.0, this card has {capability[0]}.{capability[1]}",
+            "use backend='triton'",
+        )
+    return TARGETS[capability[0]]
