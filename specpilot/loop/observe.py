@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from specpilot.contracts import GapTable, Generation
 from specpilot.costmodel.analyse import analyse, bound_of
 from specpilot.costmodel.arithmetic import W12_BITS, Regime
 from specpilot.costmodel.hardware import Hardware
+from specpilot.costmodel.targets import read_config
 from specpilot.errors import InfrastructureError
 from specpilot.evaluation.server import EngineServer
 from specpilot.gate.records import TimeFloor
@@ -16,6 +18,7 @@ from specpilot.loop.machine import hardware_of
 
 PROFILED_PROMPTS = 3
 PLAIN_PROMPTS = 2
+KV_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "fp8_e4m3": 8.0, "fp8_e5m2": 8.0}
 UNSURE_ROOF = 0.5
 """Share of the floor that is used when the machine's roofs are only lower bounds (probed while busy, or without a compiler)."""
 
@@ -57,7 +60,7 @@ def profile_engine(context: RunContext, key: str, server: EngineServer, hardware
         Path(identity.target_dir),
         identity.drafter,
         hardware or hardware_of(context),
-        regime_of(context, plain),
+        regime_of(context, plain, server.client.server_info()),
         round_ms=round_milliseconds(plain),
         commit=server.commit,
         scopes=context.spec.scopes,
@@ -65,17 +68,31 @@ def profile_engine(context: RunContext, key: str, server: EngineServer, hardware
     return GapTable.model_validate(table.as_dict())
 
 
-def regime_of(context: RunContext, generations: list[Generation]) -> Regime:
-    """What is assumed where a trace does not say: whole blocks, mid-answer context."""
+def regime_of(context: RunContext, generations: list[Generation], info: dict[str, Any]) -> Regime:
+    """What is assumed where a trace does not say: whole blocks, mid-answer context, the cache that the engine states."""
     length = accepted_length(generations)
     context_len = sum(len(g.prompt_ids) + len(g.output_ids) / 2 for g in generations) / len(generations)
     return Regime(
         rows=context.identity.block_size or 1,
         requests=1,
         context_len=round(context_len),
-        kv_bits=32.0,
+        kv_bits=kv_bits(info, Path(context.identity.target_dir)),
         accepted_length=length,
     )
+
+
+def kv_bits(info: dict[str, Any], target: Path) -> float:
+    """Bits of one cached value: what `/server_info` states as `kv_cache_dtype`, else the checkpoint's own type.
+
+    `auto` means the checkpoint's type, as in SGLang. Raises `InfrastructureError` for a type it does not know.
+    """
+    stated = str(info.get("kv_cache_dtype") or "auto")
+    if stated == "auto":
+        config = read_config(target)
+        stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    if stated not in KV_BITS:
+        raise InfrastructureError(f"the engine caches keys and values as {stated!r}", f"known: {', '.join(KV_BITS)}.")
+    return KV_BITS[stated]
 
 
 def accepted_length(generations: list[Generation]) -> float:

@@ -54,6 +54,7 @@ class Identity:
             "tree_digest": self._digest,
             "variant": self._variant,
             "compute": loaded.options.compute,
+            "kv_cache_dtype": "float32",  # of kv.py; whoever stores it narrower says so here, and the cost model counts fewer bytes
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "max_len": loaded.max_len,

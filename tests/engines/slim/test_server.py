@@ -126,6 +126,7 @@ def test_several_at_once_give_the_same_tokens(server: str, llama: Path) -> None:
 
 def test_server_info(server: str) -> None:
     info = httpx.get(f"{server}/server_info").json()
+    assert info["kv_cache_dtype"] == "float32"
     assert info == httpx.get(f"{server}/get_server_info").json()
     assert (info["engine"], info["commit"], info["variant"], info["threads"]) == ("slim", "abc123", "stock", 1)
     assert info["drafter"]["method"] == "dflash" and info["drafter"]["block_size"] == 8

@@ -1,11 +1,16 @@
-"""What is measured now and what waits: the arithmetic of the round's plan."""
+"""The arithmetic of a round: what is measured now and what waits, and what the cost model is told of the engine."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
 from specpilot.agents import ClaimDraft, FileEdit, Proposal
+from specpilot.errors import InfrastructureError
 from specpilot.loop.explore import worth_now
+from specpilot.loop.observe import kv_bits
 
 
 def proposal(name: str, gain: float | None) -> Proposal:
@@ -38,3 +43,24 @@ def test_no_gain_predicted_anywhere(gains: list[float]) -> None:
     now, later = worth_now([proposal(str(gain), gain) for gain in gains])
     assert names(now) == [str(gain) for gain in gains if gain >= 1.0]
     assert len(now) + len(later) == len(gains)
+
+
+@pytest.mark.parametrize(
+    ("info", "config", "bits"),
+    [
+        ({"kv_cache_dtype": "float32"}, {"torch_dtype": "bfloat16"}, 32.0),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {"torch_dtype": "bfloat16"}, 8.0),
+        ({"kv_cache_dtype": "auto"}, {"torch_dtype": "bfloat16"}, 16.0),
+        ({}, {"dtype": "float32"}, 32.0),
+        ({}, {}, 16.0),
+    ],
+)
+def test_bits_of_the_cache_are_the_engines(tmp_path: Path, info: dict, config: dict, bits: float) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert kv_bits(info, tmp_path) == bits
+
+
+def test_an_unknown_cache_type_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InfrastructureError, match="'int3'"):
+        kv_bits({"kv_cache_dtype": "int3"}, tmp_path)
