@@ -213,6 +213,8 @@ class MeasurementSettings(Section):
     """Error rate over all candidates of the run."""
     min_effect: float = Field(1.02, ge=1.0, le=10.0)
     """Smallest ratio worth merging (1.02: two per cent)."""
+    leave_one_out: bool = True
+    """After the last round, measure the final engine without each merged change, as far as the wall clock allows."""
 
     @model_validator(mode="after")
     def _ordered(self) -> MeasurementSettings:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specpilot.contracts import AttemptState
 from specpilot.deployment import Deployment, parse_deployment
 from specpilot.errors import RunFolderError
 from specpilot.journal import AttemptRow, Journal, RunLock
@@ -118,7 +117,7 @@ class RunSource:
     @cached_property
     def merged(self) -> list[MergedStep]:
         """The changes that lead from the first commit to the best one, in order; together they are all of it."""
-        attempts = {row.id: row for row in self.journal.attempts(state=AttemptState.merged)}
+        attempts = {row.id: row for row in self.journal.attempts()}  # one that was taken out again is superseded
         records = [value for key, value in self.results.items() if "/merge" in key and _is_merge(value)]
         by_after = {value["after"]: value for value in records}
         chain: list[dict[str, Any]] = []

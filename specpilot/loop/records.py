@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 from pydantic import Field
@@ -81,6 +82,31 @@ class Merged(Record):
     gain: float | None
     low: float | None
     high: float | None
+
+
+class Without(StrEnum):
+    """What leaving one merged change out of the final engine showed: a closed list, printed and stored."""
+
+    still_helps = "still-helps"
+    no_visible_effect = "no-visible-effect"
+    hurts = "hurts"
+    not_told = "not-told"
+    """It could not be taken out, or the engine does not work without it."""
+
+
+class LeftOut(Record):
+    """One merged change against the final engine without it. `gain`: the whole over the rest, with interval."""
+
+    attempt_id: str
+    name: str
+    outcome: Without
+    detail: str = ""
+    gain: float | None = None
+    low: float | None = None
+    high: float | None = None
+    head: str | None = None
+    commit: str | None = None
+    """The engine without it, if that one is faster and passed the gate."""
 
 
 class RoundResult(Record):

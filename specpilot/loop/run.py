@@ -27,6 +27,7 @@ from specpilot.journal import Journal, ProcessRow, RunLock
 from specpilot.loop.budget import BudgetClock
 from specpilot.loop.context import RunContext
 from specpilot.loop.finish import finish
+from specpilot.loop.leave_one_out import leave_one_out
 from specpilot.loop.observe import observe
 from specpilot.loop.prepare import first_baselines, prepare
 from specpilot.loop.records import Prepared, RunMeta
@@ -186,7 +187,7 @@ def _workflow(context: RunContext) -> Outcome:
             break
     if context.deployment.budget.rounds == 0:
         observe(context, "r0/observe", head, "stock")
-    head = head_of(context)  # attempts from outside may have gone further
+    head = leave_one_out(context, head_of(context))  # attempts from outside may have gone further
     context.journal.set_meta("stop_reason", stop.value)
     idle = context.deployment.budget.rounds == 0 and head == context.trees.first_commit
     four = {} if idle else finish(context, head, stop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from specpilot.contracts import AttemptState, GapTable
 from specpilot.journal import AttemptRow
 from specpilot.loop.context import RunContext
+from specpilot.loop.records import Merged
 
 
 def head_of(context: RunContext) -> str:
@@ -23,6 +24,15 @@ def mechanism_of(row: AttemptRow) -> str | None:
     claim = (row.data.get("candidate") or {}).get("claim") or {}
     remember = row.data.get("remember") or {}
     return claim.get("mechanism") or row.data.get("mechanism") or remember.get("name")
+
+
+def merge_records(context: RunContext) -> list[Merged]:
+    """Every finished step of a merge that changed the head, in the order in which they were laid on."""
+    keys = [
+        r.key for r in context.journal.steps() if r.finished and "/merge" in r.key and not r.key.endswith("/assess")
+    ]
+    steps: list[Merged] = [context.journal.result(key, Merged) for key in keys]
+    return [step for step in steps if step.merged]
 
 
 def present_gaps(context: RunContext) -> GapTable | None:

@@ -9,9 +9,11 @@ from specpilot.contracts import AttemptState, Calibration, GapTable
 from specpilot.gate.records import SelfTestResult
 from specpilot.journal import AttemptRow, Event
 from specpilot.loop.context import RunContext
-from specpilot.loop.records import Merged
-from specpilot.loop.state import mechanism_of
+from specpilot.loop.leave_one_out import WORKER
+from specpilot.loop.records import LeftOut
+from specpilot.loop.state import mechanism_of, merge_records
 from specpilot.report.data import (
+    Again,
     Command,
     Fate,
     Figure,
@@ -52,6 +54,7 @@ def report_data(context: RunContext) -> ReportData:
         figures=[Figure.model_validate(value) for value in four.get("variants", {}).values()],
         ratios=[Ratio.model_validate(value) for value in four.get("ratios", [])],
         steps=steps,
+        left_out=left_out(context),
         attempts=fates,
         gaps_before=tables[0] if tables else None,
         gaps_after=_final_gaps(context),
@@ -69,16 +72,13 @@ def report_data(context: RunContext) -> ReportData:
 def merged_steps(context: RunContext) -> list[Step]:
     """Accepted changes in the order in which they were laid on the engine, with the gain of each."""
     found = []
-    for row in context.journal.steps():
-        if not (row.finished and "/merge" in row.key) or row.key.endswith("/assess"):
-            continue
-        merged: Merged = context.journal.result(row.key, Merged)
-        if merged.merged and merged.gain is not None:
+    for merged in merge_records(context):
+        if merged.gain is not None:
             attempt = context.journal.attempt(merged.attempt_id)
             found.append(
                 Step(
                     attempt_id=merged.attempt_id,
-                    mechanism=mechanism_of(attempt),
+                    mechanism=mechanism_of(attempt) or (attempt.id if attempt.worker == WORKER else None),
                     component=attempt.component,
                     gain=merged.gain,
                     low=merged.low,
@@ -86,6 +86,15 @@ def merged_steps(context: RunContext) -> list[Step]:
                 )
             )
     return found
+
+
+def left_out(context: RunContext) -> list[Again]:
+    """What leaving each merged change out of the final engine showed."""
+    keys = [
+        r.key for r in context.journal.steps() if r.finished and r.key.startswith("without/") and r.key.count("/") == 2
+    ]
+    found: list[LeftOut] = [context.journal.result(key, LeftOut) for key in keys]
+    return [Again.model_validate(item.model_dump(mode="json", include=set(Again.model_fields))) for item in found]
 
 
 def gap_tables(context: RunContext) -> list[GapTable]:
@@ -109,7 +118,7 @@ def memory_use(rows: list[AttemptRow], steps: list[Step]) -> MemoryUse:
         merged=len(merged),
         gain=gain if merged else None,
         mechanisms=[step.name for step in steps if step.attempt_id in merged],
-        learned=sum(1 for row in rows if (row.data.get("assessment") or {}).get("comparison")),
+        learned=sum(1 for r in rows if r.worker != WORKER and (r.data.get("assessment") or {}).get("comparison")),
     )
 
 

@@ -65,6 +65,27 @@ class Step(Part):
         return self.mechanism or self.component or self.attempt_id
 
 
+class Again(Part):
+    """One merged change, re-tested by leaving it out of the final engine (`loop.records.LeftOut`)."""
+
+    name: str
+    outcome: str
+    detail: str = ""
+    gain: float | None = None
+    """The final engine over the one without it."""
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The outcome as a reader says it."""
+        return {
+            "still-helps": "still helps",
+            "no-visible-effect": "no visible effect any more",
+            "hurts": "hurts" if self.detail else "hurts: taken out",
+        }.get(self.outcome, "not told") + (f" ({self.detail})" if self.detail else "")
+
+
 class Fate(Part):
     """One attempt and what became of it."""
 
@@ -165,6 +186,7 @@ class ReportData(Part):
     figures: list[Figure] = Field(default_factory=list)
     ratios: list[Ratio] = Field(default_factory=list)
     steps: list[Step] = Field(default_factory=list)
+    left_out: list[Again] = Field(default_factory=list)
     attempts: list[Fate] = Field(default_factory=list)
     gaps_before: GapTable | None = None
     gaps_after: GapTable | None = None

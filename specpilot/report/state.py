@@ -180,6 +180,15 @@ class RunState:
         told = f"{ratio(data.get('gain'))} {interval(data.get('low'), data.get('high'))}"
         return [f"merge {name}: {told}, so far {self.total_gain:.2f}x"]
 
+    def _left_out(self, data: dict[str, Any]) -> list[str]:
+        told = (
+            f"worth {ratio(data.get('gain'))} {interval(data.get('low'), data.get('high'))}: "
+            if data.get("gain")
+            else ""
+        )
+        why = f" ({data['detail']})" if data.get("detail") else ""
+        return [f"left out {data.get('name', '?')}: {told}{str(data.get('outcome', '?')).replace('-', ' ')}{why}"]
+
     def _trial(self, data: dict[str, Any]) -> list[str]:
         values = " ".join(f"{key}={value}" for key, value in (data.get("values") or {}).items())
         got = "failed" if data.get("ratio") is None else ratio(data["ratio"])

@@ -18,6 +18,8 @@ def final_summary(data: ReportData) -> RenderableType:
         parts += [Text(""), figures_table(data)]
     if data.steps:
         parts += [Text(""), steps_table(data)]
+    if data.left_out:
+        parts += [Text(""), left_out_table(data)]
     parts += [Text(""), *(Text(line) for line in facts(data))]
     parts += [Text(f"note: {note}", style="yellow") for note in data.notes]
     if data.commands:
@@ -78,6 +80,19 @@ def steps_table(data: ReportData) -> Table:
         grid.add_row(step.name, f"{step.gain:.3f}x", interval(step.low, step.high))
     if data.unexplained is not None:
         grid.add_row(Text("not explained by the steps", style="dim"), f"{data.unexplained:.3f}x", "")
+    return grid
+
+
+def left_out_table(data: ReportData) -> Table:
+    """What each merged change is worth in the final engine."""
+    grid = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    grid.add_column("left out")
+    grid.add_column("worth", justify="right")
+    grid.add_column("interval")
+    grid.add_column("", overflow="fold")
+    for item in data.left_out:
+        worth = f"{item.gain:.3f}x" if item.gain is not None else "-"
+        grid.add_row(item.name, worth, interval(item.low, item.high), item.words)
     return grid
 
 

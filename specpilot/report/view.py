@@ -37,6 +37,7 @@ class RunView:
     - `comparison`: attempt, and the fields of `contracts.Comparison`
     - `verdict`: attempt, and the fields of `contracts.Verdict`
     - `merge`: attempt_id, mechanism, merged, reason, gain, low, high
+    - `left-out`: name, outcome, gain, low, high, detail: a merged change against the final engine without it
     - `trial`: worker, arm, values, ratio
     - `budget`: limit_s, elapsed_s, rounds, usd, usd_limit (prints no line)
     - `note`: level (`info`, `warning`, `error`), text
