@@ -16,12 +16,11 @@ from specpilot.errors import TamperedEvidenceError
 from specpilot.export.evidence import _sha256
 from specpilot.export.readme import figures, gate_words, sentence
 from specpilot.export.source import MergedStep, RunSource
-from specpilot.workspace import git_environment
+from specpilot.git import GitError, run_git
 
 _SENDER = "SpecPilot <specpilot@localhost>"
 _DATE = "Thu, 1 Jan 1970 00:00:00 +0000"
 """Patches of one run are the same bytes whenever they are exported."""
-GIT_TIMEOUT_S = 120
 
 
 class Applied(Record):
@@ -115,16 +114,7 @@ def _cover(source: RunSource, folder: Path, names: list[str]) -> str:
 
 
 def _git(tree: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    settings = ("core.hooksPath=/dev/null", "core.autocrlf=false", "commit.gpgSign=false", "gc.auto=0")
-    identity = ("user.name=SpecPilot", "user.email=specpilot@localhost")
-    options = [part for setting in (*settings, *identity) for part in ("-c", setting)]
-    return subprocess.run(
-        ["git", *options, *words],
-        cwd=tree,
-        env=git_environment(),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=GIT_TIMEOUT_S,
-        check=check,
-    )
+    done = run_git(words, tree)
+    if check and done.returncode:
+        raise GitError(f"git {words[0]} failed in {tree}: {done.stderr.strip()[-1000:]}")
+    return done

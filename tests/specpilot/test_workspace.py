@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from specpilot import workspace as module
 from specpilot.errors import MissingToolError, RunFolderError, UsageError
-from specpilot.workspace import BEST, GitError, PatchDoesNotApply, UnsafeChange, Workspace
+from specpilot.git import GitError, git_environment
+from specpilot.workspace import BEST, PatchDoesNotApply, UnsafeChange, Workspace
 from tests.specpilot.test_engine_tree import TOML
 
 
@@ -410,7 +410,7 @@ def test_unknown_revisions_are_named(run: Workspace) -> None:
 def test_git_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "x")
     monkeypatch.setenv("GIT_INDEX_FILE", "/x")
-    assert not {"OPENAI_API_KEY", "GIT_INDEX_FILE"} & module.git_environment().keys()
+    assert not {"OPENAI_API_KEY", "GIT_INDEX_FILE"} & git_environment().keys()
     assert os.environ["OPENAI_API_KEY"] == "x"
 
 
