@@ -54,7 +54,8 @@ def agree(first: Hardware, second: Hardware) -> bool:
 def test_without_a_compiler_numpy_measures_a_flagged_lower_bound(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = measured_machine(tmp_path / "machine.json")
-    assert found.lower_bound and found.bandwidth_gbs > 0 and found.peak() > 0 and found.launch_us > 0
+    assert found.lower_bound and found.bandwidth_gbs > 0 and found.peak() > 0
+    assert found.launch_us == 1.0, "Python's own hand-over of 100 us would make every bound too long"
     assert any("no working g++" in note for note in found.notes)
 
 
