@@ -25,7 +25,7 @@ from specpilot.report.data import (
     Step,
 )
 
-SHOWN_EVENTS = ("phase", "merge", "note", "trial")
+SHOWN_EVENTS = ("phase", "merge", "left-out", "note", "trial")
 
 
 def report_data(context: RunContext) -> ReportData:
@@ -201,6 +201,8 @@ def _words(event: Event) -> str:
     if event.kind == "merge":
         outcome = "merged" if data.get("merged") else f"left out ({data.get('reason')})"
         return f"{data.get('mechanism') or data.get('attempt_id')}: {outcome}"
+    if event.kind == "left-out":
+        return f"{data.get('name')}: {data.get('outcome')} {data.get('detail') or ''}".strip()
     if event.kind == "trial":
         return f"search tried {data.get('values')}: {data.get('ratio')}"
     return str(data.get("text", ""))

@@ -4,7 +4,8 @@ The "model" is a hash of the last tokens: deterministic, different for every pro
 It serves as target, drafter and reference at once, in milliseconds, and misbehaves on request: every field of
 `Behaviour` is one programmable fault or delay, read from `behaviour.json` in the working directory, so that a
 commit that changes that file is a candidate engine. Standard library only; imports nothing of ours, because it
-runs as an engine's process from a copied tree. `write_fake_tree` makes such a tree.
+runs as an engine's process from a copied tree: one long file on purpose, so that the tree is this file and its
+settings. `write_fake_tree` makes such a tree.
 
 Run: python fake_server.py --port P [--host H] [--target DIR] [--drafter X] [--no-speculation]
 """
