@@ -79,10 +79,12 @@ def analyse(
         "bytes": {b.component: b.bytes for b in bound.components},
     }
     warnings = list(profile.warnings) if profile else []
+    mean_bound = None
     if profile and profile.varied:
+        mean_bound = _mean_bound(target, drafter, regime, hardware, profile.widths, compute)
         warnings.append(
-            f"the engine varies its width: {profile.rounds} of {profile.of_rounds} rounds had {regime.rows} rows, and the table "
-            "is of those"
+            f"the engine varies its width: {profile.rounds} of {sum(profile.widths.values())} rounds had {regime.rows} rows, and the "
+            f"rows of the table are of those; the round's bound is the mean over all {len(profile.widths)} widths"
         )
     if hardware.lower_bound:
         warnings.append(f"{hardware.name}: its figures are lower bounds, so real bounds are shorter than shown")
@@ -90,12 +92,29 @@ def analyse(
         bound,
         profile.component_ms if profile else None,
         round_ms=round_ms,
+        bound_ms=mean_bound,
         accepted_length=regime.accepted_length,
         requests=regime.requests,
         commit=commit,
         hardware=described,
         warnings=warnings,
     )
+
+
+def _mean_bound(
+    target: TargetShape,
+    drafter: DrafterShape | None,
+    regime: Regime,
+    hardware: Hardware,
+    widths: Mapping[int, int],
+    compute: str | None,
+) -> float:
+    """Milliseconds: the bound of a round, averaged over rounds of several widths (target rows, all requests: how often)."""
+    total = 0.0
+    for rows, count in widths.items():
+        one = replace(regime, rows=max(1, round(rows / regime.requests)))
+        total += count * round_bound(round_work(target, drafter, one), hardware, compute=compute).ms
+    return total / sum(widths.values())
 
 
 def observed(regime: Regime, profile: Profile, drafter: DrafterShape | None = None) -> Regime:

@@ -42,6 +42,7 @@ class GapTable:
     rows: list[Gap]
     round_ms: float
     bound_ms: float
+    """Sum over the components; the mean over all rounds where an engine varies its width."""
     accepted_length: float
     tokens_per_s: float
     tokens_per_s_at_bound: float
@@ -60,6 +61,7 @@ def gap_table(
     measured_ms: Mapping[str, float] | None,
     *,
     round_ms: float | None = None,
+    bound_ms: float | None = None,
     accepted_length: float = 1.0,
     requests: int = 1,
     commit: str = "",
@@ -70,25 +72,27 @@ def gap_table(
 
     `measured_ms` comes from a profile (None: a table of bounds only). `round_ms` is the round time without
     the profiler where it is known; shares and expected gains refer to the profiled round, the rates to `round_ms`.
+    `bound_ms`: the round's bound where it is not the sum of the components' (rounds of several widths).
     """
     profiled = sum(measured_ms.values()) if measured_ms else 0.0
     whole = round_ms if round_ms is not None else profiled
+    least = bound.ms if bound_ms is None else bound_ms
     if whole < 0 or profiled < 0:
         raise CostModelError(f"round times must not be negative: {whole} ms, profiled {profiled} ms")
     bounds = {b.component: b for b in bound.components}
     names = [*bounds, *(name for name in measured_ms or {} if name not in bounds)]
     rows = [_row(name, bounds.get(name), (measured_ms or {}).get(name, 0.0), profiled) for name in names]
-    notes = [*warnings, *_warn(rows, bounds, bool(measured_ms)), *_warn_round(bound.ms, whole, profiled)]
+    notes = [*warnings, *_warn(rows, bounds, bool(measured_ms)), *_warn_round(least, whole, profiled)]
     committed = accepted_length * requests * 1e3
     return GapTable(
         commit=commit,
         rows=sorted(rows, key=lambda row: (-row.recoverable_ms, -row.bound_ms)),
         round_ms=whole,
-        bound_ms=bound.ms,
+        bound_ms=least,
         accepted_length=accepted_length,
         tokens_per_s=committed / whole if whole else 0.0,
-        tokens_per_s_at_bound=committed / bound.ms if bound.ms else 0.0,
-        share_of_bound=bound.ms / whole if whole else 0.0,
+        tokens_per_s_at_bound=committed / least if least else 0.0,
+        share_of_bound=least / whole if whole else 0.0,
         warnings=notes,
         hardware=dict(hardware or {}),
     )

@@ -56,6 +56,22 @@ class Hardware:
             launch_us=min(self.launch_us, self.best.get("fork_join_us", self.launch_us)),
         )
 
+    def until(self, later: Hardware) -> Hardware:
+        """Roofs of the time between two measurements of one machine: their means; `best` is the better of both.
+
+        What is compared with a measurement should be measured around it: a virtual machine is not the same one an hour later.
+        """
+        both = self.best.keys() & later.best.keys()
+        return replace(
+            later,
+            bandwidth_gbs=(self.bandwidth_gbs + later.bandwidth_gbs) / 2,
+            peak_gflops={k: (v + later.peak_gflops.get(k, v)) / 2 for k, v in self.peak_gflops.items()},
+            launch_us=(self.launch_us + later.launch_us) / 2,
+            lower_bound=self.lower_bound or later.lower_bound,
+            notes=tuple(dict.fromkeys((*self.notes, *later.notes))),
+            best={k: (min if k.endswith("_us") else max)(self.best[k], later.best[k]) for k in sorted(both)},
+        )
+
     def peak(self, compute: str | None = None) -> float:
         """GFLOP/s for a compute type; by default bfloat16 on a GPU and float32 on a CPU."""
         wanted = compute or self.compute

@@ -54,13 +54,13 @@ class Profile:
     draft_vocab: float | None = None
     """Median rows of the draft head, where the rounds say so (a reduced draft head should)."""
     warnings: tuple[str, ...] = ()
-    of_rounds: int = 0
-    """All rounds of the trace."""
+    widths: dict[int, int] = field(default_factory=dict)
+    """All rounds of the trace, counted by their number of target rows; empty where rounds do not say."""
 
     @property
     def varied(self) -> bool:
         """True if the engine chooses its width: more rounds of other widths than answers' last rounds explain."""
-        return self.rounds < 0.9 * self.of_rounds
+        return self.rounds < 0.9 * sum(self.widths.values())
 
 
 def load_events(path: Path | str) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def attribute(
     rounds = sorted((s for s in found if s.name == ROUND), key=lambda s: s.start)
     if not rounds:
         raise CostModelError("the trace has no `round` event: profile while requests are being decoded")
-    committed, total = _mean_committed(rounds), len(rounds)
+    committed, widths = _mean_committed(rounds), Counter(round(rows) for rows in _numbers(rounds, "rows"))
     rounds = _commonest_width(rounds)
     times = _per_round(found, rounds, rename)
     warnings: list[str] = []
@@ -151,7 +151,7 @@ def attribute(
         requests=_median_arg(rounds, "requests"),
         context_len=_median_arg(rounds, "context_len"),
         accepted_length=committed,
-        of_rounds=total,
+        widths=dict(widths),
         draft_rows=_median_arg(rounds, "draft_rows"),
         draft_vocab=_median_arg(rounds, "draft_vocab"),
         warnings=tuple(warnings),

@@ -26,7 +26,7 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
     four: dict[str, Any] = context.journal.step(
         f"final/{short}", lambda: measure_four(context, f"final-{short}", variants, prompts=CLOSING_PROMPTS)
     )
-    observe(context, f"final/{short}/gaps", head)
+    observe(context, f"final/{short}/gaps", head, roofs_now=True)
     context.journal.set_meta("final_head", head)
     context.journal.set_meta("stop_reason", stop.value)
     context.budget.save()

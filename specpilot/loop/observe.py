@@ -14,52 +14,58 @@ from specpilot.errors import InfrastructureError
 from specpilot.evaluation.server import EngineServer
 from specpilot.gate.records import TimeFloor
 from specpilot.loop.context import RunContext
-from specpilot.loop.machine import hardware_of
+from specpilot.loop.machine import hardware_of, measure_again
 
 PROFILED_PROMPTS = 3
-PLAIN_PROMPTS = 2
 KV_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "fp8_e4m3": 8.0, "fp8_e5m2": 8.0}
 UNSURE_ROOF = 0.5
 """Share of the floor that is used when the machine's roofs are only lower bounds (probed while busy, or without a compiler)."""
 
 
-def observe(context: RunContext, key: str, commit: str, variant: str = "final") -> GapTable:
-    """The gap table of `commit`, measured once per key."""
+def observe(context: RunContext, key: str, commit: str, variant: str = "final", roofs_now: bool = False) -> GapTable:
+    """The gap table of `commit`, measured once per key.
+
+    `roofs_now`: compare with roofs measured just before and just after, instead of those of the run's beginning. For a
+    figure that is quoted: a virtual machine wanders within a quarter of an hour.
+    """
 
     def run() -> GapTable:
+        before = measure_again(context) if roofs_now else None
         with context.engine(commit, variant, key) as server:
-            return profile_engine(context, key, server)
+            return profile_engine(context, key, server, before)
 
     table: GapTable = context.journal.step(key, run, model=GapTable)
     context.say("gaps", **table.model_dump(mode="json"))
     return table
 
 
-def profile_engine(context: RunContext, key: str, server: EngineServer, hardware: Hardware | None = None) -> GapTable:
-    """Decodes a few tuning prompts without the profiler (true round time) and a few with it (component shares).
+def profile_engine(context: RunContext, key: str, server: EngineServer, before: Hardware | None = None) -> GapTable:
+    """Decodes a few tuning prompts without the profiler (true round time), and again with it (component shares).
 
-    `hardware`: the roofs to compare with; None: those recorded when the run began.
+    `before`: roofs measured a moment ago; they are measured again afterwards and the means are the roofs. None: those
+    recorded when the run began.
     """
-    prompts = context.prompts(key).take("tuning", PLAIN_PROMPTS + PROFILED_PROMPTS + 1)
+    prompts = context.prompts(key).take("tuning", PROFILED_PROMPTS + 1)
     tokens = min(context.deployment.timed_tokens(), 96)
 
     def decode(some: list) -> list[Generation]:
         return [server.client.generate(prompt.ids, max_new_tokens=tokens, prompt_id=prompt.id) for prompt in some]
 
     decode(prompts[:1])
-    plain = decode(prompts[1 : 1 + PLAIN_PROMPTS])
+    plain = decode(prompts[1:])
     cache = context.logs / "cache" / server.commit[:12]
     server.client.start_profile(cache)
-    decode(prompts[1 + PLAIN_PROMPTS :])
+    decode(prompts[1:])
     trace = server.client.stop_profile()
     if not trace.resolve().is_relative_to(cache.resolve()):
         raise InfrastructureError(f"{server} wrote its trace to {trace}, not into {cache}", "use output_dir as given")
     identity = context.identity
+    hardware = hardware_of(context) if before is None else before.until(measure_again(context))
     table = analyse(
         trace,
         Path(identity.target_dir),
         identity.drafter,
-        hardware or hardware_of(context),
+        hardware,
         regime_of(context, plain, server.client.server_info()),
         round_ms=round_milliseconds(plain),
         commit=server.commit,

@@ -232,5 +232,29 @@ def test_rounds_of_the_commonest_width_make_the_table() -> None:
         for k, (rows, dur, c) in enumerate([(8, 10_000.0, 4), (2, 4_000.0, 1), (8, 10_000.0, 4)])
     ]
     profile = attribute(events, ["host"])
-    assert (profile.round_ms, profile.rows, profile.rounds, profile.of_rounds, profile.varied) == (10.0, 8, 2, 3, True)
+    assert (profile.round_ms, profile.rows, profile.rounds, profile.varied) == (10.0, 8, 2, True)
+    assert profile.widths == {8: 2, 2: 1}
     assert profile.accepted_length == 3.0
+
+
+def test_an_engine_that_varies_its_width_is_held_against_the_mean_bound(tmp_path: Path) -> None:
+    def table_of(*widths: int):
+        events = [event("round", 1e5 * k, 9e4, rows=n, requests=1, committed=2) for k, n in enumerate(widths)]
+        (tmp_path / "trace.json").write_text(json.dumps(events))
+        return analyse(tmp_path / "trace.json", SMOLLM2_135M, "none", TOY, Regime(rows=1), round_ms=90.0)
+
+    wide, narrow, both = table_of(8, 8), table_of(2, 2), table_of(8, 2, 8)
+    assert both.bound_ms == pytest.approx((2 * wide.bound_ms + narrow.bound_ms) / 3)
+    assert both.share_of_bound == pytest.approx(both.bound_ms / 90.0)
+    assert sum(row.bound_ms for row in both.rows) == pytest.approx(wide.bound_ms)  # the rows: of the commonest width
+    assert any("mean over all 2 widths" in warning for warning in both.warnings)
+
+
+def test_roofs_around_a_measurement_are_means_and_the_best_stays_the_best() -> None:
+    before = Hardware(
+        "m", "cpu", 40.0, {"float32": 200.0}, 1.0, 1 << 20, "measured", best={"read_gbs": 50.0, "fork_join_us": 0.5}
+    )
+    after = Hardware("m", "cpu", 30.0, {"float32": 160.0}, 3.0, 1 << 20, "measured", lower_bound=True, best={"read_gbs": 45.0, "fork_join_us": 0.7})  # fmt: skip
+    between = before.until(after)
+    assert (between.bandwidth_gbs, between.peak(), between.launch_us, between.lower_bound) == (35.0, 180.0, 2.0, True)
+    assert between.best == {"read_gbs": 50.0, "fork_join_us": 0.5}
