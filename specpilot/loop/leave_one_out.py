@@ -16,7 +16,7 @@ from specpilot.loop.attempts import advance, settle, supersede
 from specpilot.loop.context import RunContext
 from specpilot.loop.merge import merge_one
 from specpilot.loop.records import Assessment, LeftOut, Merged, Without
-from specpilot.loop.state import mechanism_of, merge_records
+from specpilot.loop.state import mechanism_of, merge_records, merged_mechanisms
 
 EXPECTED_S = 90.0
 """Seconds of one re-test: two starts, maybe a compilation, a few pairs."""
@@ -65,8 +65,16 @@ def name_of(context: RunContext, attempt_id: str) -> str:
     return mechanism_of(context.journal.attempt(attempt_id)) or attempt_id
 
 
+def needed_by(context: RunContext, name: str) -> list[str]:
+    """Merged mechanisms that require `name`, by the memory's word."""
+    known = {item.mechanism.name: item.mechanism.requires for item in context.memory.mechanisms()}
+    return [other for other in merged_mechanisms(context) if name in known.get(other, [])]
+
+
 def _without(context: RunContext, key: str, step: Merged, head: str) -> LeftOut:
     name = name_of(context, step.attempt_id)
+    if users := needed_by(context, name):
+        return _told(step, name, Without.not_told, f"{', '.join(users)} cannot do without it")
     reverted = context.trees.merge(head, step.before, step.after, f"without-{step.attempt_id}")
     if reverted.commit is None or reverted.commit == head:
         why = (reverted.conflict or "later changes hold it already").splitlines()[0]

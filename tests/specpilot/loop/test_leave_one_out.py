@@ -81,6 +81,17 @@ def test_resuming_tests_nothing_again(ended: Path) -> None:
     assert starts(ended) == before
 
 
+def test_what_others_require_is_not_even_started(ended: Path) -> None:
+    with open_run(ended) as context:
+        stored = context.memory.get("tokens").mechanism
+        context.memory.add(stored.model_copy(update={"requires": ["rounds"]}), origin="test")
+        assert module.needed_by(context, "rounds") == ["tokens"] and module.needed_by(context, "tokens") == []
+        step = next(item for item in module.standing(context) if module.name_of(context, item.attempt_id) == "rounds")
+        told = module._without(context, "without/x/rounds", step, context.trees.best())
+        assert told.outcome is Without.not_told and told.detail == "tokens cannot do without it"
+        assert not context.journal.finished("without/x/rounds/assess")
+
+
 def test_without_time_it_says_what_was_not_tested(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EXPECTED_S", 1e9)
     with open_run(ended) as context:
