@@ -1,0 +1,147 @@
+"""The CPU kernel against float64 and against its own order written in torch; the same bits whatever rides along."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specpilot.kernels.w12.cpu import build, reference
+from specpilot.kernels.w12.cpu.linear import CpuLinear, _runs
+from specpilot.kernels.w12.errors import MachineProblem
+from specpilot.kernels.w12.format import encode
+
+try:
+    build.library()
+except MachineProblem as reason:  # another processor, or no compiler
+    pytest.skip(reason.message, allow_module_level=True)
+
+SHAPES = [(1, 1), (16, 4), (17, 5), (100, 65), (576, 48), (33, 7), (48, 1026)]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 49]
+
+
+def weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Trained weights in kind: one scale, a few exact zeros (escapes)."""
+    random = torch.Generator().manual_seed(seed)
+    found = torch.randn(rows, columns, generator=random).mul_(0.02)
+    return found.masked_fill_(torch.rand(rows, columns, generator=random) < 0.01, 0).bfloat16()
+
+
+def activations(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block", [None, 64])
+def test_values_and_order(shape: tuple[int, int], block: int | None) -> None:
+    w = weight(*shape)
+    planes = encode(w, block)
+    tight, plain = CpuLinear.from_planes(planes), CpuLinear.from_bf16(w)
+    for rows in ROWS:
+        x = activations(rows, shape[1])
+        y = tight(x)
+        exact = reference.linear(x, planes)
+        bound = (
+            shape[1] * 2**-24 * (x.double().abs() @ w.double().abs().t())
+        )  # of any float32 summation, to first order
+        assert ((y.double() - exact).abs() <= bound + 1e-30).all()
+        assert torch.equal(bits(y), bits(plain(x))), "BF16 weights give the same bits"
+        alone = torch.cat([tight(x[i : i + 1]) for i in range(rows)])
+        assert torch.equal(bits(y), bits(alone)), "a row's bits do not depend on its neighbours"
+    assert torch.equal(tight(x[:3]), reference.linear_in_order(x[:3], planes))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_show(threads: int) -> None:
+    w, x = weight(200, 40), activations(7, 40)
+    layer = CpuLinear.from_planes(encode(w))
+    expected, before = layer(x), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        build.use_torch_threads()
+        assert torch.equal(bits(layer(x)), bits(expected))
+    finally:
+        torch.set_num_threads(before)
+        build.use_torch_threads()
+
+
+def test_every_weight_is_exact() -> None:
+    """A unit vector picks one column of weights: every finite pattern must come out as it went in."""
+    words = np.arange(65536, dtype=np.uint16).view(np.int16)
+    w = torch.from_numpy(words.copy()).view(torch.bfloat16).view(1024, 64)
+    finite = torch.where(w.isfinite(), w, torch.zeros((), dtype=torch.bfloat16))
+    for layer in (CpuLinear.from_planes(encode(finite, 16)), CpuLinear.from_planes(encode(finite))):
+        for rows in (1, 64):  # decoded in registers, and widened first
+            y = torch.cat([layer(x) for x in torch.eye(64).split(rows)])
+            assert torch.equal(y, finite.float().t())
+
+
+def test_infinities_and_nans_pass_through() -> None:
+    w = torch.zeros(20, 8, dtype=torch.bfloat16)
+    w[3, 2], w[5, 1], w[6, 0] = torch.inf, -torch.inf, torch.nan
+    y = CpuLinear.from_planes(encode(w))(torch.ones(1, 8))[0]
+    assert y[3] == torch.inf and y[5] == -torch.inf and y[6].isnan() and (y[7:] == 0).all()
+
+
+def test_adversarial_weights_cost_no_more_than_bf16() -> None:
+    every = torch.from_numpy(np.arange(1 << 14, dtype=np.int16)).view(torch.bfloat16).view(64, 256)
+    for w in (torch.zeros(64, 256, dtype=torch.bfloat16), torch.ones(64, 256, dtype=torch.bfloat16), every):
+        layer, plain = CpuLinear.from_planes(encode(w)), CpuLinear.from_bf16(w)
+        assert layer.nbytes <= plain.nbytes == 2 * w.numel()
+        x = activations(4, 256)
+        assert torch.equal(bits(layer(x)), bits(plain(x)))
+    assert CpuLinear.from_planes(encode(torch.zeros(64, 256, dtype=torch.bfloat16))).nbytes == 1.5 * 64 * 256
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_runs_spell_the_units(rows: list[list[int]]) -> None:
+    runs, first = _runs(np.array(rows, np.uint8))
+    for p, row in enumerate(rows):
+        spelled = [kind for tight, plain in runs[first[p] : first[p + 1]] for kind in [0] * tight + [1] * plain]
+        assert spelled == row
+
+
+def test_bad_input_is_named() -> None:
+    layer = CpuLinear.from_bf16(weight(4, 6))
+    with pytest.raises(ValueError, match=r"\[rows, 6\]"):
+        layer(torch.zeros(2, 5))
+    assert layer(torch.zeros(0, 6)).shape == (0, 4)
+    with pytest.raises(TypeError, match="float32"):
+        CpuLinear.from_bf16(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="at least one weight"):
+        CpuLinear.from_bf16(torch.zeros(0, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        CpuLinear.from_planes(encode(weight(8, 8), 4))
+
+
+def test_the_avx512_kernel_compiles() -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    source = Path(build.SOURCES) / "w12.cpp"
+    words = [compiler, "-O1", "-march=skylake-avx512", "-std=c++17", "-c", str(source), "-o", os.devnull]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    build.library.cache_clear()
+    try:
+        with pytest.raises(MachineProblem, match=r"no C\+\+ compiler"):
+            build.library()
+    finally:
+        build.library.cache_clear()
