@@ -53,16 +53,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kill-resume-") as name:
         folder = Path(name)
         if options.deployment:
-            deployment, environment = find_deployment(options.deployment), {}
+            deployment, environment = find_deployment(options.deployment), dict[str, str]()
         else:
             deployment, environment = made_up(folder)
         began = time.monotonic()
-        calm = run_with_kills(deployment, folder / "calm", [], arguments=arguments, environment=environment)
+        # A memory each: what the first run learns must not change what the second tries.
+        own = [environment or {"SPECPILOT_MEMORY_URL": f"sqlite:///{folder / name}.sqlite"} for name in ("calm", "hurt")]
+        calm = run_with_kills(deployment, folder / "calm", [], arguments=arguments, environment=own[0])
         whole = options.within or time.monotonic() - began
         generator = random.Random(options.seed)
         # Later lives have less left to do, so a life is killed within a share of the whole that leaves work for the rest.
         delays = [1.0 + generator.random() * 2.0 * whole / options.kills for _ in range(options.kills)]
-        hurt = run_with_kills(deployment, folder / "hurt", delays, arguments=arguments, environment=environment)
+        hurt = run_with_kills(deployment, folder / "hurt", delays, arguments=arguments, environment=own[1])
         expected, found = state_of(folder / "calm"), state_of(folder / "hurt")
         left = [path.name for path in (folder / "hurt" / "worktrees").iterdir()]
         record = {
