@@ -27,14 +27,19 @@ _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The compiled kernels. Raises MachineProblem without a compiler, or on a processor without AVX2 and FMA."""
+    """The compiled kernels: AVX2, or AVX-512 with SPECPILOT_W12_AVX512=1 where the processor has it.
+
+    AVX-512 is not the default because it was compiled but never run: no such processor was at hand. Run
+    tests/kernels/w12/test_cpu.py there with the variable set. Raises MachineProblem without a compiler, or on a
+    processor without AVX2 and FMA.
+    """
     cpu = _processor()
     if not {"avx2", "fma"} <= set(cpu.split()):
         raise MachineProblem(f"the W12 kernels need AVX2 and FMA, this {platform.machine()} processor lacks them")
     compiler = next((c for c in map(shutil.which, filter(None, [os.environ.get("CXX"), "g++", "clang++"])) if c), None)
     if compiler is None:
         raise MachineProblem("no C++ compiler found (g++, clang++)", "install g++, or set CXX.")
-    command = [compiler, *FLAGS]
+    command = [compiler, *FLAGS, *([] if os.environ.get("SPECPILOT_W12_AVX512") == "1" else ["-DW12_AVX2"])]
     digest = hashlib.sha256("\0".join([*command, _version(compiler), cpu]).encode())
     for path in sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("*.cpp")]):
         digest.update(path.read_bytes())

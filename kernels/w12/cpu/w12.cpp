@@ -18,7 +18,8 @@ namespace {
 using namespace w12;
 
 constexpr int kMaxRows = 48;   // rows whose activations are interleaved at once
-constexpr int kWidenRows = 6;  // from so many rows on the multiply-adds are the limit, and a panel is widened once for all of them
+// From so many rows on, more than one group uses a panel, and multiply-adds are the limit: it is widened once for all of them.
+constexpr int kWidenRows = kMaxGroup + 1;
 
 // The threads that torch computes with (GOMP_parallel and friends of the OpenMP runtime it loaded): a second pool would compete with it.
 struct Team {
