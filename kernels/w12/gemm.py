@@ -17,7 +17,8 @@ from specpilot.kernels.w12.library import Arguments, load, target_of
 
 MAX_ROWS = 64
 SPLIT_SUBTILES = 4  # columns are shared out in multiples of this many subtiles
-STORE, SILU, ARGMAX = 0, 1, 2
+STORE, SILU, BEST = 0, 1, 2
+TOP = 16  # places of a list of best logits
 SHARED_LIMIT = 227 * 1024 - 512  # a block's shared memory on compute capability 9.0, less what is static
 _FORMATS = {"w12": 0, "bf16": 1}
 
@@ -38,25 +39,30 @@ class Shape:
     """Depth of the ring of shared memory."""
     stage_subtiles: int = 2
     """64-column steps of one stage."""
+    blocks: int = 1
+    """Thread blocks for each multiprocessor: 2 only helps when two fit."""
 
     @property
     def warps(self) -> int:
         """Consuming warps."""
         return -(-self.width // self.rows) * self.depth
 
-    def shared_bytes(self, subtile: int, m: int) -> int:
+    def shared_bytes(self, subtile: int, m: int, best: bool = False) -> int:
         """Dynamic shared memory of a launch with m rows over subtiles of so many bytes, as the kernel computes it."""
         tokens = padded_rows(m)
         weights = -(-self.stage_subtiles * self.width * subtile // 128) * 128
         stage = weights + self.stage_subtiles * tokens * COLUMNS * 2
         reduction = self.depth * self.width * ROWS * tokens * 4 if self.split * self.depth > 1 else 0
-        return 1024 + max(self.stages * stage + self.warps * 2048, reduction)  # 1024: alignment
+        lists = tokens * ((self.width * ROWS + 8) * 2 + TOP * 8) if best else 0
+        return 1024 + max(self.stages * stage + self.warps * 2048 + lists, reduction)  # 1024: alignment
 
-    def fits(self, subtile: int, m: int) -> bool:
+    def fits(self, subtile: int, m: int, best: bool = False) -> bool:
         """Whether a block of threads can be launched so."""
         limit = 352 if self.rows == 2 else 512 if padded_rows(m) == 64 else 640  # threads; `max_threads` of gemm.cu
         return (self.warps + 1) * 32 <= limit and (
-            self.shared_bytes(subtile, m) <= SHARED_LIMIT and self.stages <= 16 and self.depth <= self.stage_subtiles
+            self.shared_bytes(subtile, m, best) <= SHARED_LIMIT
+            and self.stages <= 16
+            and self.depth <= self.stage_subtiles
         )
 
 
@@ -74,13 +80,15 @@ def launch(
     *,
     residual: Tensor | None = None,
     best: tuple[Tensor, Tensor] | None = None,
+    top: int = TOP,
     processors: int | None = None,
     dependent: bool = False,
 ) -> int:
     """One launch on the current stream; returns the number of thread blocks.
 
     x: bfloat16 [m, K], rows contiguous and 16-byte aligned. y: bfloat16 [m, N] (SILU: [m, N / 2]). residual: like y,
-    added to the rounded product. best: float32 and int32 [blocks, m] for ARGMAX. processors: thread blocks to spread a
+    added to the rounded product. best: float32 and int32 of at least
+    blocks * m * 16 for BEST, `top` of which matter in each list. processors: thread blocks to spread a
     matrix over when it needs several rounds, by default the card's multiprocessors. dependent: programmatic dependent
     launch, so that weights stream while the previous kernel ends. Raises ValueError for what the kernel cannot do.
     """
@@ -90,9 +98,9 @@ def launch(
     row_tiles, subtiles = tiles.data.shape[:2]
     processors = processors or torch.cuda.get_device_properties(x.device).multi_processor_count
     needed = -(-row_tiles // shape.width)
-    groups = min(needed, max(1, processors // shape.split))
+    groups = min(needed, max(1, processors * shape.blocks // shape.split))
     if shape.split * shape.depth > 1 and groups < needed:
-        raise ValueError(f"{shape} needs {needed * shape.split} thread blocks at once, the card has {processors}")
+        raise ValueError(f"{shape} must take {row_tiles} row tiles in one round; {processors} multiprocessors do not")
     arguments = Arguments(
         weight=tiles.data.data_ptr(),
         overflow=tiles.overflow.data_ptr(),
@@ -113,20 +121,106 @@ def launch(
         depth=shape.depth,
         stages=shape.stages,
         stage_subtiles=shape.stage_subtiles,
+        top=top,
+        dependent=int(dependent),
     )
     library = load(target_of(torch.cuda.get_device_capability(x.device)))
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
     said = library.w12_gemm(
-        ctypes.byref(arguments), _FORMATS[tiles.kind], epilogue, shape.rows, groups, int(dependent), stream
+        ctypes.byref(arguments), _FORMATS[tiles.kind], epilogue, shape.rows, groups, _stream(x.device)
     )
-    if said:
-        raise RuntimeError(f"W12 kernel on {tuple(x.shape)} x {tiles.shape} with {shape}: {said.decode()}")
+    _said(said, f"product of {tuple(x.shape)} and {tiles.shape} with {shape}")
     return groups * shape.split
 
 
-def _check(
-    tiles: Tiles, x: Tensor, y: Tensor | None, residual: Tensor | None, shape: Shape, epilogue: int
+def _stream(device: torch.device) -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _said(words: bytes | None, what: str) -> None:
+    if words:
+        raise RuntimeError(f"W12 {what}: {words.decode()}")
+
+
+def finish_best(
+    best: tuple[Tensor, Tensor], blocks: int, value: Tensor | None, index: Tensor, dependent: bool = False
 ) -> None:
+    """Merge the lists of `blocks` thread blocks into index (int64 [m, top]) and value (float32 [m, top] or None)."""
+    m, top = index.shape
+    library = load(target_of(torch.cuda.get_device_capability(index.device)))
+    pointer = value.data_ptr() if value is not None else None
+    said = library.w12_finish_best(
+        best[0].data_ptr(),
+        best[1].data_ptr(),
+        pointer,
+        index.data_ptr(),
+        blocks,
+        m,
+        top,
+        int(dependent),
+        _stream(index.device),
+    )
+    _said(said, "merge of the best logits")
+
+
+def expand(tiles: Tiles, out: Tensor) -> None:
+    """The weight as bfloat16 [N, K], bit for bit, into `out` (contiguous)."""
+    if out.dtype != torch.bfloat16 or out.numel() != tiles.shape[0] * tiles.shape[1] or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous bfloat16 of {tiles.shape}, got {out.dtype} {tuple(out.shape)}")
+    row_tiles, subtiles, size = tiles.data.shape
+    library = load(target_of(torch.cuda.get_device_capability(out.device)))
+    said = library.w12_expand(
+        tiles.data.data_ptr(),
+        tiles.overflow.data_ptr(),
+        out.data_ptr(),
+        _FORMATS[tiles.kind],
+        tiles.shape[0],
+        row_tiles,
+        subtiles,
+        size,
+        int(tiles.paired),
+        _stream(out.device),
+    )
+    _said(said, "expansion")
+
+
+def add_norm(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    *,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+    eps: float = 1e-6,
+    centred: bool = False,
+    dependent: bool = False,
+) -> None:
+    """total = x + residual (rounded); y = RMSNorm(total) * weight, or * (1 + weight) if centred.
+
+    All bfloat16 [rows, K], contiguous. The product that follows, launched dependent, streams its weights meanwhile.
+    """
+    rows, columns = x.shape
+    if (residual is None) != (total is None):
+        raise ValueError("residual and total go together")
+    if columns * 4 > 48 * 1024 or not all(t.is_contiguous() for t in (x, y) if t is not None):
+        raise ValueError(f"add_norm takes contiguous rows of at most 12288 columns, got {tuple(x.shape)}")
+    library = load(target_of(torch.cuda.get_device_capability(x.device)))
+    said = library.w12_add_norm(
+        x.data_ptr(),
+        residual.data_ptr() if residual is not None else None,
+        weight.data_ptr(),
+        total.data_ptr() if total is not None else None,
+        y.data_ptr(),
+        rows,
+        columns,
+        eps,
+        1.0 if centred else 0.0,
+        int(dependent),
+        _stream(x.device),
+    )
+    _said(said, "norm")
+
+
+def _check(tiles: Tiles, x: Tensor, y: Tensor | None, residual: Tensor | None, shape: Shape, epilogue: int) -> None:
     n, k = tiles.shape
     m = x.shape[0]
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != k:
@@ -135,13 +229,15 @@ def _check(
         raise ValueError(f"the kernel takes 1..{MAX_ROWS} rows, got {m}: expand the weight and call the library")
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         raise ValueError(f"rows of x must be contiguous and 16-byte aligned, got strides {x.stride()}")
-    if not shape.fits(tiles.data.shape[2], m):
-        raise ValueError(f"{shape} does not fit a thread block at {m} rows ({shape.shared_bytes(tiles.data.shape[2], m)} bytes)")
-    if epilogue == ARGMAX and shape.split * shape.depth > 1:
-        raise ValueError("argmax needs split 1 and depth 1")
+    if not shape.fits(tiles.data.shape[2], m, epilogue == BEST):
+        raise ValueError(
+            f"{shape} does not fit a thread block at {m} rows ({shape.shared_bytes(tiles.data.shape[2], m)} bytes)"
+        )
+    if epilogue == BEST and shape.split * shape.depth > 1:
+        raise ValueError("the best logits need split 1 and depth 1")
     if (epilogue == SILU) != tiles.paired:
         raise ValueError("the SiLU variant and tiles of paired halves go together")
-    if epilogue != ARGMAX:
+    if epilogue != BEST:
         wanted = (m, n // 2 if epilogue == SILU else n)
         for name, out in (("y", y), ("residual", residual)):
             if out is None and name == "residual":

@@ -261,9 +261,7 @@ def _shortest(counts: Tensor) -> int:
     return next(fitting, RECORD_BYTES[0])  # a matrix full of escapes: nothing helps, the list takes them all
 
 
-def _with_partners(
-    planes: Planes, base: Tensor, index: Tensor, word: Tensor, paired: bool
-) -> tuple[Tensor, Tensor]:
+def _with_partners(planes: Planes, base: Tensor, index: Tensor, word: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
     """At base 0 a code 0 in the low half borrows from its neighbour in the register: list that neighbour as well."""
     if not index.numel() or int(base.min()) > 0:
         return index, word

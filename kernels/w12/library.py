@@ -31,6 +31,7 @@ class Arguments(ctypes.Structure):
         ("best_index", ctypes.c_void_p),
         *[(name, ctypes.c_int) for name in ("m", "n", "ldx", "ldy", "row_tiles", "subtiles", "subtile_bytes")],
         *[(name, ctypes.c_int) for name in ("width", "split", "depth", "stages", "stage_subtiles")],
+        *[(name, ctypes.c_int) for name in ("top", "dependent")],
     ]
 
 
@@ -91,9 +92,11 @@ def load(target: str) -> ctypes.CDLL:
     """The kernels compiled for `target`, with argument types set."""
     library = ctypes.CDLL(str(compile_library(target)))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    library.w12_gemm.argtypes = [ctypes.POINTER(Arguments), *[integer] * 5, pointer]
-    library.w12_finish_argmax.argtypes = [pointer, pointer, pointer, integer, integer, pointer]
-    for name in ("w12_gemm", "w12_finish_argmax"):
+    library.w12_gemm.argtypes = [ctypes.POINTER(Arguments), *[integer] * 4, pointer]
+    library.w12_finish_best.argtypes = [*[pointer] * 4, *[integer] * 4, pointer]
+    library.w12_expand.argtypes = [*[pointer] * 3, *[integer] * 6, pointer]
+    library.w12_add_norm.argtypes = [*[pointer] * 5, *[integer] * 2, *[ctypes.c_float] * 2, integer, pointer]
+    for name in ("w12_gemm", "w12_finish_best", "w12_expand", "w12_add_norm"):
         getattr(library, name).restype = ctypes.c_char_p
     return library
 

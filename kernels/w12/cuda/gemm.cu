@@ -8,14 +8,12 @@
 // shared memory: no atomics, no workspace.
 #include <cuda_runtime.h>
 
-#include <cfloat>
-#include <cstdio>
-
 #include "decode.cuh"
+#include "top.cuh"
 
 namespace w12 {
 
-enum Epilogue { kStore = 0, kSilu = 1, kArgmax = 2 };
+enum Epilogue { kStore = 0, kSilu = 1, kBest = 2 };
 
 struct Arguments {
   const uint8_t* weight;        // [row_tiles, subtiles, subtile_bytes]
@@ -23,16 +21,18 @@ struct Arguments {
   const __nv_bfloat16* x;       // [m, ldx]
   const __nv_bfloat16* residual;  // [m, ldy] or null; added after rounding the product, as two operations would
   __nv_bfloat16* y;             // [m, ldy]
-  float* best_value;            // argmax: [blocks of the grid, m]
+  float* best_value;            // kBest: [blocks of the grid, m, 16], equal values by index
   int* best_index;
   int m, n, ldx, ldy;
   int row_tiles, subtiles, subtile_bytes;
   int width, split, depth, stages, stage_subtiles;
+  int top;                      // kBest: how many of the 16 matter
+  int dependent;                // launched so that the previous kernel may still run
 };
 
 struct Maps {
   CUtensorMap weight;  // 3 dimensions: 8-byte words of a subtile, subtiles, row tiles; a stage is one box
-  CUtensorMap x;       // 2 dimensions: columns, rows; a box is 64 columns of all rows, 128-byte swizzle
+  CUtensorMap x;       // 3 dimensions: 64 columns, rows, groups of 64 columns; a stage is one box, 128-byte swizzle
 };
 
 constexpr int kMaxStages = 16;
@@ -59,8 +59,6 @@ struct Ring {
   }
 };
 
-__device__ __forceinline__ bool better(float v, int i, float w, int j) { return v > w || (v == w && i < j); }
-
 template <int FORMAT, int NT, int R, int EPILOGUE>
 __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_constant__ Arguments p, const __grid_constant__ Maps maps) {
   extern __shared__ uint8_t shared_memory[];
@@ -79,6 +77,7 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
 
   const int rank = blockIdx.x % p.split, group = blockIdx.x / p.split, groups = gridDim.x / p.split;
   const int tiles = (p.row_tiles + p.width - 1) / p.width;
+  auto start_of = [&](int tile) { return min(tile * p.width, p.row_tiles); };
   const int blocks = (p.subtiles + kSplitSubtiles - 1) / kSplitSubtiles;
   const int first = (rank * blocks / p.split) * kSplitSubtiles;
   const int last = min(((rank + 1) * blocks / p.split) * kSplitSubtiles, p.subtiles);
@@ -87,7 +86,23 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
   const int parts = p.split * p.depth;  // sums of parts of the columns, to be added in order
 
   allow_next_kernel();
-  if (threadIdx.x == 0) {
+  const bool producer = warp == consumers && lane == 0;
+  const int total = group < tiles ? (tiles - group + groups - 1) / groups * steps : 0, ahead = min(p.stages, total);
+  uint64_t stream = 0, keep = 0;
+  int tile_to_load = group, at_to_load = first, x_to_load = first;
+  auto load_weights = [&](int slot) {
+    barrier_expect(full + 8 * slot, p.width * p.stage_subtiles * subtile + x_bytes);
+    load_box(weight_ring + slot * weight_bytes, maps.weight, 0, at_to_load, tile_to_load * p.width, full + 8 * slot,
+             stream);
+    at_to_load += p.stage_subtiles;
+    if (at_to_load >= last) at_to_load = first, tile_to_load += groups;
+  };
+  auto load_x = [&](int slot) {
+    load_box(x_ring + slot * x_bytes, maps.x, 0, 0, x_to_load, full + 8 * slot, keep);
+    x_to_load += p.stage_subtiles;
+    if (x_to_load >= last) x_to_load = first;
+  };
+  if (producer) {  // its first loads leave before anybody else has begun
     prefetch_map(maps.weight);
     prefetch_map(maps.x);
     for (int i = 0; i < p.stages; ++i) {
@@ -95,48 +110,39 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
       barrier_init(empty + 8 * i, consumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
+    stream = policy_stream(), keep = policy_keep();
+    for (int it = 0; it < ahead; ++it) {
+      load_weights(it);
+      if (!p.dependent) load_x(it);
+    }
   }
   __syncthreads();
 
-  if (warp == consumers) {  // the producer
-    if (lane == 0) {
-      const uint64_t stream = policy_stream(), keep = policy_keep();
-      const int mine = group < tiles ? (tiles - group + groups - 1) / groups : 0;
-      int tile = group, at = first;  // of the weights
-      auto weights = [&](int slot) {
-        barrier_expect(full + 8 * slot, p.width * p.stage_subtiles * subtile + x_bytes);
-        load_box(weight_ring + slot * weight_bytes, maps.weight, 0, at, tile * p.width, full + 8 * slot, stream);
-        at += p.stage_subtiles;
-        if (at >= last) at = first, tile += groups;
-      };
-      int x_at = first;
-      auto activations = [&](int slot) {
-        for (int sub = 0; sub < p.stage_subtiles; ++sub)
-          load_box(x_ring + slot * x_bytes + sub * kTokens * 128, maps.x, (x_at + sub) * kColumns, 0, full + 8 * slot,
-                   keep);
-        x_at += p.stage_subtiles;
-        if (x_at >= last) x_at = first;
-      };
-      const int total = mine * steps, ahead = min(p.stages, total);
-      for (int it = 0; it < ahead; ++it) weights(it);
-      wait_for_previous_kernel();
-      for (int it = 0; it < ahead; ++it) activations(it);
+  if (warp == consumers) {
+    if (producer) {
+      if (p.dependent) {  // all weights that fit are under way; now what the previous kernel computes
+        wait_for_previous_kernel();
+        for (int it = 0; it < ahead; ++it) load_x(it);
+      }
       Ring to;
       for (int it = ahead; it < total; ++it, to.advance(p.stages)) {
         barrier_wait(empty + 8 * to.slot, to.phase);
-        weights(to.slot);
-        activations(to.slot);
+        load_weights(to.slot);
+        load_x(to.slot);
       }
     }
     __syncwarp();
+    return;  // barriers from here on are among the consumers
   } else {
     const int g = lane >> 2, q = lane & 3;
-    float best_value[NT * 2];
-    int best_index[NT * 2];
-    if constexpr (EPILOGUE == kArgmax) {
-#pragma unroll
-      for (int i = 0; i < NT * 2; ++i) best_value[i] = -INFINITY, best_index[i] = 0x7fffffff;
-    }
+    // kBest: the rounded logits of a tile, [token][row], and the lists of the tokens.
+    const int pitch = p.width * kRows + 8;
+    __nv_bfloat16* logits = reinterpret_cast<__nv_bfloat16*>(shared + scratch_offset + consumers * kPatchBytes);
+    float* list_value = reinterpret_cast<float*>(logits + kTokens * pitch);
+    int* list_index = reinterpret_cast<int*>(list_value + kTokens * kTop);
+    if constexpr (EPILOGUE == kBest)
+      for (int i = threadIdx.x; i < kTokens * kTop; i += consumers * 32)
+        list_value[i] = -INFINITY, list_index[i] = kNoIndex;
     wait_for_previous_kernel();
     Ring ring_at;
     const uint32_t room = (subtile - kPlaneBytes) / 4 - 1;  // patches in a record
@@ -146,8 +152,8 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
     const uint32_t token = lane & 7, chunk = lane >> 3;
     const uint32_t x_offset[2] = {token * 128 + (chunk ^ token) * 16, token * 128 + ((chunk + 4) ^ token) * 16};
     for (int tile = group; tile < tiles; tile += groups) {
-      const int row_tile = tile * p.width + row_warp * R;
-      const int present = min(min(R, p.width - row_warp * R), p.row_tiles - row_tile);  // may be 0 or less
+      const int row_tile = start_of(tile) + row_warp * R;
+      const int present = min(R, start_of(tile + 1) - row_tile);  // may be 0 or less
       float acc[R][NT][4];
 #pragma unroll
       for (int r = 0; r < R; ++r)
@@ -237,10 +243,8 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
                 const int row = (row_tile + r) * kRows + g + 8 * (i >> 1);
                 if (row >= p.n) continue;
                 const __nv_bfloat16 rounded = __float2bfloat16(acc[r][t][i]);
-                if constexpr (EPILOGUE == kArgmax) {
-                  const float value = __bfloat162float(rounded);
-                  const int k = t * 2 + (i & 1);
-                  if (better(value, row, best_value[k], best_index[k])) best_value[k] = value, best_index[k] = row;
+                if constexpr (EPILOGUE == kBest) {
+                  logits[token * pitch + row - start_of(tile) * kRows] = rounded;
                 } else {
                   const int64_t to = static_cast<int64_t>(token) * p.ldy + row;
                   p.y[to] = p.residual ? __float2bfloat16(__bfloat162float(rounded) + __bfloat162float(p.residual[to]))
@@ -249,65 +253,53 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
               }
             }
       }
-    }
-    if constexpr (EPILOGUE == kArgmax) {
-      // Lanes of one token differ in g only; then over warps, in the patch scratch (no longer needed).
-#pragma unroll
-      for (int k = 0; k < NT * 2; ++k)
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) {
-          const float v = __shfl_xor_sync(0xffffffffu, best_value[k], step);
-          const int j = __shfl_xor_sync(0xffffffffu, best_index[k], step);
-          if (better(v, j, best_value[k], best_index[k])) best_value[k] = v, best_index[k] = j;
+      if constexpr (EPILOGUE == kBest) {
+        asm volatile("bar.sync 1, %0;" ::"r"(consumers * 32) : "memory");
+        const int begin = start_of(tile) * kRows, rows = min(start_of(tile + 1) * kRows, p.n) - begin;
+        for (int token = warp; token < p.m; token += consumers) {
+          TopList list;
+          if (lane < kTop) list.value = list_value[token * kTop + lane], list.index = list_index[token * kTop + lane];
+          for (int row = lane; row - lane < rows; row += 32)
+            list.offer(row < rows ? __bfloat162float(logits[token * pitch + row]) : -INFINITY,
+                       row < rows ? begin + row : kNoIndex, p.top, lane);
+          if (lane < kTop) list_value[token * kTop + lane] = list.value, list_index[token * kTop + lane] = list.index;
         }
-      float* values = reinterpret_cast<float*>(shared + scratch_offset + warp * kPatchBytes);
-      int* indices = reinterpret_cast<int*>(values + kTokens);
-      if (g == 0)
-#pragma unroll
-        for (int k = 0; k < NT * 2; ++k) {
-          const int token = (k >> 1) * 8 + 2 * q + (k & 1);
-          values[token] = best_value[k], indices[token] = best_index[k];
-        }
-      asm volatile("bar.sync 1, %0;" ::"r"(consumers * 32) : "memory");
-      for (int token = threadIdx.x; token < p.m; token += consumers * 32) {
-        float v = -INFINITY;
-        int j = 0x7fffffff;
-        for (int w = 0; w < consumers; ++w) {
-          const float* other =
-              reinterpret_cast<float*>(shared + scratch_offset + w * kPatchBytes);
-          const int index = reinterpret_cast<const int*>(other + kTokens)[token];
-          if (better(other[token], index, v, j)) v = other[token], j = index;
-        }
-        p.best_value[blockIdx.x * p.m + token] = v;
-        p.best_index[blockIdx.x * p.m + token] = j;
+        asm volatile("bar.sync 1, %0;" ::"r"(consumers * 32) : "memory");
       }
     }
+    if constexpr (EPILOGUE == kBest)
+      for (int i = threadIdx.x; i < p.m * kTop; i += consumers * 32) {
+        p.best_value[blockIdx.x * p.m * kTop + i] = list_value[i];
+        p.best_index[blockIdx.x * p.m * kTop + i] = list_index[i];
+      }
   }
 
-  if (parts > 1) {  // every thread of the cluster
+  if (parts > 1) {  // every consumer of the cluster
     if (p.split > 1) cluster_barrier();
-    else __syncthreads();
-    wait_for_previous_kernel();
-    const int rows = min(p.width, p.row_tiles - group * p.width) * kRows, stride = p.width * kRows;
+    else asm volatile("bar.sync 1, %0;" ::"r"(consumers * 32) : "memory");
+    const int begin = start_of(group), rows = (start_of(group + 1) - begin) * kRows, stride = p.width * kRows;
     const int outputs = EPILOGUE == kSilu ? rows / 2 : rows;
-    for (int at = rank * blockDim.x + threadIdx.x; at < outputs * p.m; at += p.split * blockDim.x) {
+    auto part_of = [&](uint32_t address, int other) {
+      return other == rank ? __uint_as_float(load_shared_word(address)) : cluster_load(address, other);
+    };
+    for (int at = rank * consumers * 32 + threadIdx.x; at < outputs * p.m; at += p.split * consumers * 32) {
       const int token = at / outputs, out = at % outputs;
       const int row = EPILOGUE == kSilu ? (out / 8) * kRows + out % 8 : out;
       float sum = 0.f, up = 0.f;
       for (int other = 0; other < p.split; ++other)
         for (int share = 0; share < p.depth; ++share) {
           const uint32_t from = x_ring + ((share * kTokens + token) * stride + row) * 4;
-          sum += cluster_load(from, other);
-          if constexpr (EPILOGUE == kSilu) up += cluster_load(from + 32, other);
+          sum += part_of(from, other);
+          if constexpr (EPILOGUE == kSilu) up += part_of(from + 32, other);
         }
       const __nv_bfloat16 rounded = __float2bfloat16(sum);
       if constexpr (EPILOGUE == kSilu) {
         const float gate = __bfloat162float(rounded);
         const float silu = __bfloat162float(__float2bfloat16(gate / (1.f + expf(-gate))));
-        p.y[static_cast<int64_t>(token) * p.ldy + group * p.width * 8 + out] =
+        p.y[static_cast<int64_t>(token) * p.ldy + begin * 8 + out] =
             __float2bfloat16(silu * __bfloat162float(__float2bfloat16(up)));
       } else {
-        const int n = group * stride + out;
+        const int n = begin * kRows + out;
         if (n < p.n) {
           const int64_t to = static_cast<int64_t>(token) * p.ldy + n;
           p.y[to] = p.residual ? __float2bfloat16(__bfloat162float(rounded) + __bfloat162float(p.residual[to])) : rounded;
@@ -341,17 +333,17 @@ bool make_maps(const Arguments& p, int tokens, Maps* maps) {
   CUresult first = encode(&maps->weight, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, const_cast<uint8_t*>(p.weight), sizes,
                           strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  const cuuint64_t x_sizes[2] = {cuuint64_t(p.subtiles) * kColumns, cuuint64_t(p.m)};
-  const cuuint64_t x_strides[1] = {cuuint64_t(p.ldx) * 2};
-  const cuuint32_t x_box[2] = {kColumns, cuuint32_t(tokens)};
-  CUresult second = encode(&maps->x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<__nv_bfloat16*>(p.x), x_sizes,
+  const cuuint64_t x_sizes[3] = {kColumns, cuuint64_t(p.m), cuuint64_t(p.subtiles)};
+  const cuuint64_t x_strides[2] = {cuuint64_t(p.ldx) * 2, kColumns * 2};
+  const cuuint32_t x_box[3] = {kColumns, cuuint32_t(tokens), cuuint32_t(p.stage_subtiles)};
+  CUresult second = encode(&maps->x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<__nv_bfloat16*>(p.x), x_sizes,
                            x_strides, x_box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return first == CUDA_SUCCESS && second == CUDA_SUCCESS;
 }
 
 template <int FORMAT, int NT, int R, int EPILOGUE>
-cudaError_t launch(const Arguments& p, int groups, bool dependent, cudaStream_t stream) {
+cudaError_t launch(const Arguments& p, int groups, cudaStream_t stream) {
   auto kernel = gemm<FORMAT, NT, R, EPILOGUE>;
   const int consumers = (p.width + R - 1) / R * p.depth;
   if ((consumers + 1) * 32 > max_threads(NT, R) || p.stages > kMaxStages) return cudaErrorInvalidConfiguration;
@@ -359,7 +351,8 @@ cudaError_t launch(const Arguments& p, int groups, bool dependent, cudaStream_t 
   if (!make_maps(p, NT * 8, &maps)) return cudaErrorNotSupported;
   size_t bytes = kAlign + static_cast<size_t>(p.stages) * (weight_stage_bytes(p) +
                                                   x_stage_bytes(p.stage_subtiles, NT * 8)) +
-                 (FORMAT == kW12 || EPILOGUE == kArgmax ? consumers * kPatchBytes : 0);
+                 consumers * kPatchBytes;
+  if (EPILOGUE == kBest) bytes += NT * 8 * ((p.width * kRows + 8) * 2 + kTop * 8);
   const size_t reduction =
       p.split * p.depth > 1 ? kAlign + static_cast<size_t>(p.depth) * p.width * kRows * NT * 8 * 4 : 0;
   if (reduction > bytes) bytes = reduction;
@@ -382,7 +375,7 @@ cudaError_t launch(const Arguments& p, int groups, bool dependent, cudaStream_t 
     attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
     ++count;
   }
-  if (dependent) {
+  if (p.dependent) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1;
     ++count;
@@ -393,52 +386,60 @@ cudaError_t launch(const Arguments& p, int groups, bool dependent, cudaStream_t 
 }
 
 template <int FORMAT, int EPILOGUE>
-cudaError_t choose(const Arguments& p, int r, int groups, bool dependent, cudaStream_t stream) {
+cudaError_t choose(const Arguments& p, int r, int groups, cudaStream_t stream) {
   const int nt = (p.m + 7) / 8;
 #define W12_CASE(limit, NT)                                                                \
   if (nt <= limit)                                                                         \
-    return r == 2 ? launch<FORMAT, NT, 2, EPILOGUE>(p, groups, dependent, stream)          \
-                  : launch<FORMAT, NT, 1, EPILOGUE>(p, groups, dependent, stream);
+    return r == 2 ? launch<FORMAT, NT, 2, EPILOGUE>(p, groups, stream)          \
+                  : launch<FORMAT, NT, 1, EPILOGUE>(p, groups, stream);
   W12_CASE(1, 1) W12_CASE(2, 2) W12_CASE(4, 4) W12_CASE(8, 8)
 #undef W12_CASE
   return cudaErrorInvalidValue;
 }
 
-// The best of the blocks' candidates, lowest index first among equals.
-__global__ void finish_argmax(const float* value, const int* index, int64_t* out, int blocks, int m) {
+// The best of the blocks' candidates: value [m, top] as BF16 rounded it, index [m, top].
+__global__ void finish_best(const float* value, const int* index, float* out_value, int64_t* out_index, int blocks, int m,
+                            int top) {
+  allow_next_kernel();
   wait_for_previous_kernel();
   const int token = blockIdx.x, lane = threadIdx.x;
-  float v = -INFINITY;
-  int j = 0x7fffffff;
-  for (int b = lane; b < blocks; b += 32)
-    if (better(value[b * m + token], index[b * m + token], v, j)) v = value[b * m + token], j = index[b * m + token];
-  for (int step = 1; step < 32; step *= 2) {
-    const float w = __shfl_xor_sync(0xffffffffu, v, step);
-    const int k = __shfl_xor_sync(0xffffffffu, j, step);
-    if (better(w, k, v, j)) v = w, j = k;
+  TopList list;
+  for (int i = lane; i - lane < blocks * kTop; i += 32) {
+    const int at = (i / kTop * m + token) * kTop + i % kTop;
+    const bool there = i < blocks * kTop && i % kTop < top;
+    list.offer(there ? value[at] : -INFINITY, there ? index[at] : kNoIndex, top, lane);
   }
-  if (lane == 0) out[token] = j;
+  if (lane < top) out_index[token * top + lane] = list.index;
+  if (lane < top && out_value) out_value[token * top + lane] = list.value;
 }
 
 }  // namespace w12
 
-extern "C" const char* w12_gemm(const w12::Arguments* p, int format, int epilogue, int r, int groups, int dependent,
-                                void* stream) {
+extern "C" const char* w12_gemm(const w12::Arguments* p, int format, int epilogue, int r, int groups, void* stream) {
   using namespace w12;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
   cudaError_t error = cudaErrorInvalidValue;
-  if (format == kW12 && epilogue == kStore) error = choose<kW12, kStore>(*p, r, groups, dependent, s);
-  if (format == kW12 && epilogue == kSilu) error = choose<kW12, kSilu>(*p, r, groups, dependent, s);
-  if (format == kW12 && epilogue == kArgmax) error = choose<kW12, kArgmax>(*p, r, groups, dependent, s);
-  if (format == kBf16 && epilogue == kStore) error = choose<kBf16, kStore>(*p, r, groups, dependent, s);
-  if (format == kBf16 && epilogue == kSilu) error = choose<kBf16, kSilu>(*p, r, groups, dependent, s);
-  if (format == kBf16 && epilogue == kArgmax) error = choose<kBf16, kArgmax>(*p, r, groups, dependent, s);
+  if (format == kW12 && epilogue == kStore) error = choose<kW12, kStore>(*p, r, groups, s);
+  if (format == kW12 && epilogue == kSilu) error = choose<kW12, kSilu>(*p, r, groups, s);
+  if (format == kW12 && epilogue == kBest) error = choose<kW12, kBest>(*p, r, groups, s);
+  if (format == kBf16 && epilogue == kStore) error = choose<kBf16, kStore>(*p, r, groups, s);
+  if (format == kBf16 && epilogue == kSilu) error = choose<kBf16, kSilu>(*p, r, groups, s);
+  if (format == kBf16 && epilogue == kBest) error = choose<kBf16, kBest>(*p, r, groups, s);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-extern "C" const char* w12_finish_argmax(const float* value, const int* index, int64_t* out, int blocks, int m,
-                                         void* stream) {
-  w12::finish_argmax<<<m, 32, 0, static_cast<cudaStream_t>(stream)>>>(value, index, out, blocks, m);
-  cudaError_t error = cudaGetLastError();
+extern "C" const char* w12_finish_best(const float* value, const int* index, float* out_value, int64_t* out_index,
+                                       int blocks, int m, int top, int dependent, void* stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(m);
+  config.blockDim = dim3(32);
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  const cudaError_t error =
+      cudaLaunchKernelEx(&config, w12::finish_best, value, index, out_value, out_index, blocks, m, top);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

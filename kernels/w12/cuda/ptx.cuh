@@ -100,7 +100,7 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint32_t* a, uint32_t
 }
 
 __device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ __forceinline__ float cluster_load(uint32_t address, uint32_t rank) {

@@ -1,0 +1,199 @@
+"""The CUDA kernels on a card: exact weights, one result per row however many ride along, fused variants, graphs.
+
+Run with `python -m pytest -m gpu tests/kernels/w12` (deselected by default).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specpilot.kernels.w12 import gemm
+from specpilot.kernels.w12.autotune import heuristic
+from specpilot.kernels.w12.format import encode
+from specpilot.kernels.w12.gemm import Shape
+from specpilot.kernels.w12.layout import Tiles, tile_bf16, tile_w12
+from specpilot.kernels.w12.linear import W12GateUp, W12Head, W12Linear, W12Weight, from_linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
+
+ROWS = (1, 2, 3, 8, 9, 16, 17, 32, 33, 64)
+SHAPES = (
+    Shape(4),
+    Shape(4, rows=2),
+    Shape(3, stage_subtiles=1, stages=3),
+    Shape(5, split=2),
+    Shape(5, split=2, rows=2, stages=3),
+    Shape(4, depth=2),
+    Shape(3, split=2, depth=4, stages=2, stage_subtiles=4),
+    Shape(8, rows=2, depth=2, stages=2),
+)
+
+
+def gaussian(*shape: int, scale: float = 0.02) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def every_pattern() -> torch.Tensor:
+    words = np.random.default_rng(0).permutation(65536).astype(np.uint16).view(np.int16)
+    return torch.from_numpy(words).view(torch.bfloat16).view(256, 256).cuda()
+
+
+def heavy() -> torch.Tensor:
+    """One weight in ten outside the window."""
+    return (torch.randn(256, 512, device="cuda") ** 9).bfloat16()
+
+
+def zeros() -> torch.Tensor:
+    """Padding rows, as vocabularies have them: base 0 under a base per block of rows."""
+    weight = gaussian(256, 512)
+    weight[64:192] = 0
+    weight[70, 3] = 1.0
+    return weight
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def product(tiles: Tiles, x: torch.Tensor, shape: Shape, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+    y = torch.full((x.shape[0], tiles.shape[0]), float("nan"), dtype=torch.bfloat16, device="cuda")
+    gemm.launch(tiles, x, y, shape, residual=residual)
+    return y
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"w{s.width}r{s.rows}s{s.split}d{s.depth}")
+@pytest.mark.parametrize("make", [lambda: gaussian(512, 1024), lambda: gaussian(250, 576), heavy, zeros], ids="gphz")
+def test_bits_of_the_twin_and_of_any_row_count(shape: Shape, make: object) -> None:
+    weight = make()  # type: ignore[operator]
+    packed, twin = tile_w12(encode(weight, 64)), tile_bf16(weight)
+    x = torch.randn(64, weight.shape[1], device="cuda").bfloat16()
+    alone = product(packed, x[:1], shape)
+    reference = x.double() @ weight.double().T
+    for m in ROWS:
+        if not shape.fits(2048, m):
+            continue
+        y = product(packed, x[:m], shape)
+        assert same_bits(y, product(twin, x[:m], shape)), "12-bit and BF16 weights give different bits"
+        assert same_bits(y[:1], alone), "a row's result depends on the others"
+        assert ((y.double() - reference[:m]).norm() / reference[:m].norm()).item() < 3e-3
+
+
+def test_every_pattern_reaches_the_product() -> None:
+    """One-hot activations read the weight out: every finite pattern comes back, NaN and infinity as themselves."""
+    weight = every_pattern()
+    packed = tile_w12(encode(weight))
+    out = torch.empty_like(weight)
+    gemm.expand(packed, out)
+    assert same_bits(out, weight)
+    finite = torch.where(weight.isfinite() & (weight.abs() > 1e-30), weight, torch.ones_like(weight))
+    packed, eye = tile_w12(encode(finite)), torch.eye(256, device="cuda").bfloat16()
+    for start in range(0, 256, 64):
+        y = product(packed, eye[start : start + 64], Shape(4))
+        assert same_bits(y, finite.T[start : start + 64].contiguous())
+
+
+def test_expand_both_formats() -> None:
+    for weight in (gaussian(250, 576), heavy(), zeros()):
+        for tiles in (tile_w12(encode(weight)), tile_bf16(weight)):
+            out = torch.empty_like(weight)
+            gemm.expand(tiles, out)
+            assert same_bits(out, weight)
+    weight, out = gaussian(512, 256), torch.empty(512, 256, dtype=torch.bfloat16, device="cuda")
+    gemm.expand(tile_w12(encode(weight), paired=True), out)
+    assert same_bits(out, weight)
+
+
+def test_residual_and_norm() -> None:
+    weight, x, residual = (
+        gaussian(512, 1024),
+        torch.randn(5, 1024, device="cuda").bfloat16(),
+        gaussian(5, 512, scale=1.0),
+    )
+    for shape in (Shape(4), Shape(5, split=2), Shape(4, depth=2)):
+        packed = tile_w12(encode(weight))
+        assert same_bits(product(packed, x, shape, residual=residual), product(packed, x, shape) + residual)
+    other, gain = torch.randn(5, 1024, device="cuda").bfloat16(), torch.rand(1024, device="cuda").bfloat16()
+    total, y = torch.empty_like(x), torch.empty_like(x)
+    gemm.add_norm(x, gain, y, residual=other, total=total, eps=1e-6, centred=True)
+    assert same_bits(total, x + other)
+    wide = total.float()
+    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * (1 + gain.float())
+    torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("m", [1, 7, 16, 64])
+def test_gate_up_equals_separate_operations(m: int) -> None:
+    gate, up = gaussian(512, 1024), gaussian(512, 1024)
+    x = torch.randn(m, 1024, device="cuda").bfloat16() * 3
+    layer = W12GateUp(gate, up)
+    shape = heuristic(1024, 1024, m, 132)
+    both = product(tile_w12(encode(torch.cat([gate, up]))), x, shape)
+    expected = F.silu(both[:, :512]) * both[:, 512:]
+    out = torch.empty_like(expected)
+    gemm.launch(layer.weight.tiles, x, out, shape, gemm.SILU)
+    different = (out != expected).float().mean().item()
+    assert different < 2e-3, "only the last bit of exp may differ"
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("m", [1, 5, 16, 33, 64, 70])
+def test_head_without_logits(m: int) -> None:
+    weight = gaussian(9000, 512)
+    weight[8000] = weight[100]
+    x = torch.randn(m, 512, device="cuda").bfloat16()
+    x[0] = weight[100] * 2000  # its own best token, twice
+    head = W12Head(from_linear(weight))
+    shape = heuristic(9000, 512, min(m, 64), 132, best=True)
+    logits = torch.cat([product(head.weight.tiles, part, shape) for part in x.split(64)]).float()
+    value, index = head.top(x, 16)
+    expected = logits.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(value, expected.values[:, :16])
+    assert torch.equal(index, expected.indices[:, :16])
+    assert torch.equal(head.argmax(x), expected.indices[:, 0])
+    assert index[0, 0] == 100 and index[0, 1] == 8000
+
+
+def test_layers_in_a_graph_and_above_the_crossover() -> None:
+    dense = torch.nn.Linear(512, 768, bias=True, device="cuda", dtype=torch.bfloat16)
+    layer = W12Linear.from_dense(dense, dependent=True)
+    x = torch.randn(8, 512, device="cuda").bfloat16()
+    out = torch.empty(8, 768, dtype=torch.bfloat16, device="cuda")
+    expected = layer(x).clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        for _ in range(3):
+            layer(x, out=out)
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(out, expected)
+    torch.testing.assert_close(out, dense(x), rtol=2e-2, atol=2e-2)
+    many = torch.randn(200, 512, device="cuda").bfloat16()
+    assert torch.equal(layer(many), dense(many)), "above the crossover the library computes, on the same bits"
+
+
+def test_triton_product() -> None:
+    triton_gemm = pytest.importorskip("specpilot.kernels.w12.triton_gemm")
+    for weight in (gaussian(250, 576), heavy()):
+        x = torch.randn(9, weight.shape[1], device="cuda").bfloat16()
+        y = triton_gemm.matmul(tile_w12(encode(weight)), x).double()
+        reference = x.double() @ weight.double().T
+        assert ((y - reference).norm() / reference.norm()).item() < 3e-3
+
+
+def test_refusals() -> None:
+    tiles, x = tile_w12(encode(gaussian(64, 256))), torch.randn(65, 256, device="cuda").bfloat16()
+    y = torch.empty(65, 64, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="1..64 rows"):
+        gemm.launch(tiles, x, y, Shape(4))
+    with pytest.raises(ValueError, match="y must be"):
+        gemm.launch(tiles, x[:2], y, Shape(4))
+    with pytest.raises(ValueError, match="one round"):
+        gemm.launch(tile_w12(encode(gaussian(4096, 256))), x[:1], y.new_empty(1, 4096), Shape(1, depth=2))
+    assert W12Weight(tiles).dense().shape == (64, 256)
