@@ -14,7 +14,12 @@ from specpilot.kernels.w12.format import encode
 from specpilot.kernels.w12.gemm import Shape
 from specpilot.kernels.w12.layout import tile_bf16, tile_w12
 
-SHAPES = (Shape(5, split=2, depth=2, stage_subtiles=2), Shape(4, rows=2), Shape(3, depth=4, stage_subtiles=4, stages=2))
+SHAPES = (
+    Shape(5, split=2, depth=2, stage_subtiles=2),
+    Shape(4, rows=2, boxed=False),
+    Shape(3, depth=4, stage_subtiles=4, stages=2),
+    Shape(3, split=2, boxed=False),
+)
 
 
 def main() -> None:

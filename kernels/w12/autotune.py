@@ -59,6 +59,8 @@ def candidates(n: int, split: int, depth: int, m: int, processors: int, subtile:
                 fitting = [s for s in range(2, 9) if replace(shape, stages=s).fits(subtile, m)]
                 for stages in {fitting[-1], *(s for s in (3, 4) if s in fitting)} if fitting else ():
                     yield replace(shape, stages=stages)
+                    if subtiles > 1:
+                        yield replace(shape, stages=stages, boxed=False)
 
 
 def heuristic(n: int, k: int, m: int, processors: int, subtile: int = W12_SUBTILE, best: bool = False) -> Shape:

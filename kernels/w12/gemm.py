@@ -41,6 +41,8 @@ class Shape:
     """64-column steps of one stage."""
     blocks: int = 1
     """Thread blocks for each multiprocessor: 2 only helps when two fit."""
+    boxed: bool = True
+    """Whether a stage of weights is one copy of a box, or one run of bytes for each row tile."""
 
     @property
     def warps(self) -> int:
@@ -121,6 +123,7 @@ def launch(
         depth=shape.depth,
         stages=shape.stages,
         stage_subtiles=shape.stage_subtiles,
+        boxed=int(shape.boxed),
         top=top,
         dependent=int(dependent),
     )

@@ -31,7 +31,7 @@ class Arguments(ctypes.Structure):
         ("best_index", ctypes.c_void_p),
         *[(name, ctypes.c_int) for name in ("m", "n", "ldx", "ldy", "row_tiles", "subtiles", "subtile_bytes")],
         *[(name, ctypes.c_int) for name in ("width", "split", "depth", "stages", "stage_subtiles")],
-        *[(name, ctypes.c_int) for name in ("top", "dependent")],
+        *[(name, ctypes.c_int) for name in ("boxed", "top", "dependent")],
     ]
 
 
@@ -65,7 +65,8 @@ def compile_library(target: str, folder: Path | None = None) -> Path:
         )
     sources = sorted(SOURCES.glob("*.cu*"))
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256(version.encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    flags = os.environ.get("SPECPILOT_W12_NVCC_FLAGS", "").split()
+    digest = hashlib.sha256(repr((version, flags)).encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     folder = folder or cache_folder()
     library = folder / f"w12-sm_{target}-{digest}.so"
     if library.exists():
@@ -75,7 +76,7 @@ def compile_library(target: str, folder: Path | None = None) -> Path:
         made = Path(scratch) / library.name
         command = [nvcc, "-O3", "-std=c++17", "-gencode", f"arch=compute_{target},code=sm_{target}", "--threads", "0"]
         command += ["--split-compile", "0", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v"]
-        command += [str(path) for path in sources if path.suffix == ".cu"]
+        command += [*flags, *(str(path) for path in sources if path.suffix == ".cu")]
         done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise MachineProblem(

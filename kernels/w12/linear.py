@@ -1,12 +1,15 @@
 """Layers to swap in by name: a linear layer, gate-up-SiLU, and a head that never writes its logits.
 
 Buffers are allocated once, so a forward pass with outputs given may be captured in a CUDA graph. Up to 64 rows the
-fused kernel reads 12 bits a weight; above, or where the matrix has other than CUDA kernels, the weight is expanded into
-a scratch matrix shared by all layers of a device and the library multiplies.
+fused kernel reads 12 bits a weight, up to 128 in two groups; above, the weight is expanded into a scratch matrix shared
+by all layers of a device, and the library multiplies. Where the CUDA kernels cannot be had (another card, no nvcc) the
+Triton product takes their place, with a warning that says why.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -15,11 +18,13 @@ from torch import Tensor, nn
 
 from specpilot.kernels.w12 import gemm
 from specpilot.kernels.w12.autotune import choose
+from specpilot.kernels.w12.errors import MachineProblem
 from specpilot.kernels.w12.format import Planes, encode
 from specpilot.kernels.w12.layout import COLUMNS, Tiles, tile_w12, untile
+from specpilot.kernels.w12.library import load, target_of
 
-EXPAND_ABOVE = 64
-"""Rows above which expanding and the library are faster; measured on an H200, experiments/w12."""
+EXPAND_ABOVE = 128
+"""Rows above which expanding and the library are faster than groups of 64; measured on an H200, experiments/w12."""
 _scratch: dict[torch.device, Tensor] = {}
 
 
@@ -29,6 +34,19 @@ def scratch(device: torch.device, weights: int) -> Tensor:
     if held is None or held.numel() < weights:
         held = _scratch[device] = torch.empty(weights, dtype=torch.bfloat16, device=device)
     return held
+
+
+@functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the CUDA kernels can be compiled and serve this device; warns once with the reason if not."""
+    if device.type != "cuda":
+        return False
+    try:
+        load(target_of(torch.cuda.get_device_capability(device)))
+    except MachineProblem as problem:
+        warnings.warn(f"W12 falls back to Triton: {problem.message} ({problem.hint})", stacklevel=2)
+        return False
+    return True
 
 
 class W12Weight(nn.Module):
@@ -50,7 +68,7 @@ class W12Weight(nn.Module):
 
     def dense(self) -> Tensor:
         """The bfloat16 [N, K] weight, bit for bit; on CUDA it lies in the shared scratch and is valid until the next."""
-        if not self.data.is_cuda:
+        if not has_kernels(self.data.device):
             return untile(self.tiles)
         out = scratch(self.data.device, self.shape[0] * self.shape[1])[: self.shape[0] * self.shape[1]].view(self.shape)
         gemm.expand(self.tiles, out)
@@ -59,10 +77,24 @@ class W12Weight(nn.Module):
     def product(
         self, x: Tensor, out: Tensor, epilogue: int = gemm.STORE, *, residual: Tensor | None = None, dependent: bool
     ) -> Tensor:
-        """One fused launch: x bfloat16 [m <= 64, K] into out."""
-        shape = choose(*self.shape, x.shape[0], x.device, subtile=self.data.shape[2])
-        gemm.launch(self.tiles, x, out, shape, epilogue, residual=residual, dependent=dependent)
+        """x bfloat16 [m, K] into out: a fused launch for each 64 rows, so that a row's result does not depend on m."""
+        if not has_kernels(x.device):
+            return self._without_kernels(x, out, epilogue, residual)
+        for start in range(0, x.shape[0], gemm.MAX_ROWS):
+            rows = slice(start, start + gemm.MAX_ROWS)
+            shape = choose(*self.shape, x[rows].shape[0], x.device, subtile=self.data.shape[2])
+            added = residual[rows] if residual is not None else None
+            gemm.launch(self.tiles, x[rows], out[rows], shape, epilogue, residual=added, dependent=dependent)
         return out
+
+    def _without_kernels(self, x: Tensor, out: Tensor, epilogue: int, residual: Tensor | None) -> Tensor:
+        if epilogue == gemm.SILU:
+            gate, up = F.linear(x, self.dense()).chunk(2, dim=-1)
+            return out.copy_(F.silu(gate) * up)
+        from specpilot.kernels.w12.triton_gemm import matmul  # only here: Triton may be absent where it is not needed
+
+        y = matmul(self.tiles, x)
+        return out.copy_(y if residual is None else y + residual)
 
 
 def from_linear(weight: Tensor, *, paired: bool = False, row_block: int | None = None) -> W12Weight:
@@ -173,7 +205,7 @@ class W12Head(nn.Module):
         return index
 
     def _best_rows(self, x: Tensor, k: int, index: Tensor, value: Tensor | None) -> None:
-        if not x.is_cuda:
+        if not has_kernels(x.device):
             found = F.linear(x, self.weight.dense()).float().sort(dim=-1, descending=True, stable=True)
             index.copy_(found.indices[:, :k])
             if value is not None:

@@ -26,6 +26,7 @@ struct Arguments {
   int m, n, ldx, ldy;
   int row_tiles, subtiles, subtile_bytes;
   int width, split, depth, stages, stage_subtiles;
+  int boxed;                    // a stage of weights is one copy of a box, or one run of bytes for each row tile
   int top;                      // kBest: how many of the 16 matter
   int dependent;                // launched so that the previous kernel may still run
 };
@@ -35,6 +36,12 @@ struct Maps {
   CUtensorMap x;       // 3 dimensions: 64 columns, rows, groups of 64 columns; a stage is one box, 128-byte swizzle
 };
 
+// Lanes of a warp that say that it has read a stage. One suffices, after __syncwarp; racecheck does not follow that and
+// reports the other 31, so for it the kernels are compiled with -DW12_ARRIVALS=32.
+#ifndef W12_ARRIVALS
+#define W12_ARRIVALS 1
+#endif
+constexpr int kArrivals = W12_ARRIVALS;
 constexpr int kMaxStages = 16;
 
 constexpr int kAlign = 1024;  // of the swizzle pattern
@@ -86,30 +93,47 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
   const int parts = p.split * p.depth;  // sums of parts of the columns, to be added in order
 
   allow_next_kernel();
-  const bool producer = warp == consumers && lane == 0;
+  const bool producer = warp == consumers;
   const int total = group < tiles ? (tiles - group + groups - 1) / groups * steps : 0, ahead = min(p.stages, total);
   uint64_t stream = 0, keep = 0;
   int tile_to_load = group, at_to_load = first, x_to_load = first;
-  auto load_weights = [&](int slot) {
-    barrier_expect(full + 8 * slot, p.width * p.stage_subtiles * subtile + x_bytes);
-    load_box(weight_ring + slot * weight_bytes, maps.weight, 0, at_to_load, tile_to_load * p.width, full + 8 * slot,
-             stream);
+  auto load_weights = [&](int slot) {  // by the whole warp
+    const int begin = start_of(tile_to_load);
+    const uint32_t target = weight_ring + slot * weight_bytes;
+    if (p.boxed) {
+      if (lane == 0) {
+        barrier_expect(full + 8 * slot, p.width * p.stage_subtiles * subtile + x_bytes);
+        load_box(target, maps.weight, 0, at_to_load, begin, full + 8 * slot, stream);
+      }
+    } else {
+      const int rows = start_of(tile_to_load + 1) - begin;
+      const uint32_t bytes = min(p.stage_subtiles, last - at_to_load) * subtile;
+      if (lane == 0) barrier_expect(full + 8 * slot, rows * bytes + x_bytes);
+      __syncwarp();
+      if (lane < rows)
+        load_run(target + lane * p.stage_subtiles * subtile,
+                 p.weight + (static_cast<int64_t>(begin + lane) * p.subtiles + at_to_load) * subtile, bytes,
+                 full + 8 * slot, stream);
+    }
     at_to_load += p.stage_subtiles;
     if (at_to_load >= last) at_to_load = first, tile_to_load += groups;
   };
   auto load_x = [&](int slot) {
-    load_box(x_ring + slot * x_bytes, maps.x, 0, 0, x_to_load, full + 8 * slot, keep);
+    if (lane == 0) load_box(x_ring + slot * x_bytes, maps.x, 0, 0, x_to_load, full + 8 * slot, keep);
     x_to_load += p.stage_subtiles;
     if (x_to_load >= last) x_to_load = first;
   };
   if (producer) {  // its first loads leave before anybody else has begun
-    prefetch_map(maps.weight);
-    prefetch_map(maps.x);
-    for (int i = 0; i < p.stages; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, consumers);
+    if (lane == 0) {
+      prefetch_map(maps.weight);
+      prefetch_map(maps.x);
+      for (int i = 0; i < p.stages; ++i) {
+        barrier_init(full + 8 * i, 1);
+        barrier_init(empty + 8 * i, consumers * kArrivals);
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
+    __syncwarp();
     stream = policy_stream(), keep = policy_keep();
     for (int it = 0; it < ahead; ++it) {
       load_weights(it);
@@ -118,20 +142,17 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
   }
   __syncthreads();
 
-  if (warp == consumers) {
-    if (producer) {
-      if (p.dependent) {  // all weights that fit are under way; now what the previous kernel computes
-        wait_for_previous_kernel();
-        for (int it = 0; it < ahead; ++it) load_x(it);
-      }
-      Ring to;
-      for (int it = ahead; it < total; ++it, to.advance(p.stages)) {
-        barrier_wait(empty + 8 * to.slot, to.phase);
-        load_weights(to.slot);
-        load_x(to.slot);
-      }
+  if (producer) {
+    if (p.dependent) {  // all weights that fit are under way; now what the previous kernel computes
+      wait_for_previous_kernel();
+      for (int it = 0; it < ahead; ++it) load_x(it);
     }
-    __syncwarp();
+    Ring to;
+    for (int it = ahead; it < total; ++it, to.advance(p.stages)) {
+      barrier_wait(empty + 8 * to.slot, to.phase);
+      load_weights(to.slot);
+      load_x(to.slot);
+    }
     return;  // barriers from here on are among the consumers
   } else {
     const int g = lane >> 2, q = lane & 3;
@@ -207,7 +228,7 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
           }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * ring_at.slot);
+        if (lane < kArrivals) barrier_arrive(empty + 8 * ring_at.slot);
         ring_at.advance(p.stages);
       }
 

@@ -32,6 +32,16 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "finished:\n\t}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// One contiguous run of bytes (a multiple of 16) to shared memory, completing on `barrier`.
+__device__ __forceinline__ void load_run(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier,
+                                         uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // A box of a tensor to shared memory, completing on `barrier`; what lies outside the tensor arrives as zero.
 __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap& map, int c0, int c1, uint32_t barrier,
                                          uint64_t policy) {

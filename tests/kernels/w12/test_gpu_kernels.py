@@ -26,7 +26,8 @@ SHAPES = (
     Shape(3, stage_subtiles=1, stages=3),
     Shape(5, split=2),
     Shape(5, split=2, rows=2, stages=3),
-    Shape(4, depth=2),
+    Shape(4, depth=2, boxed=False),
+    Shape(5, rows=2, boxed=False),
     Shape(3, split=2, depth=4, stages=2, stage_subtiles=4),
     Shape(8, rows=2, depth=2, stages=2),
 )
