@@ -64,14 +64,37 @@ def candidates(n: int, split: int, depth: int, m: int, processors: int, subtile:
 
 
 def heuristic(n: int, k: int, m: int, processors: int, subtile: int = W12_SUBTILE, best: bool = False) -> Shape:
-    """A launch for a matrix that nobody tuned. Its order of additions depends on n, k and the card only."""
+    """A launch for a matrix that nobody tuned. Its order of additions depends on the matrix and the card only.
+
+    best: for the list of best logits, whose order of additions is always (1, 1).
+    """
     row_tiles = -(-n // ROWS)
-    order = [(s, d) for s, d in orders(n, k, processors) if row_tiles <= 8 * (processors // s) and s * d > 1]
+    order = [
+        (s, d)
+        for s, d in orders(n, k, processors)
+        if s * d > 1
+        and row_tiles <= 8 * (processors // s)
+        and all(_fitting(n, s, d, b, processors, subtile) for b in BUCKETS)
+    ]
     split, depth = (1, 1) if best or not order else min(order, key=lambda o: _distance(row_tiles, *o, processors))
-    fitting = [c for c in candidates(n, split, depth, m, processors, subtile) if c.fits(subtile, m, best)]
-    if not fitting:
+    return _largest(n, split, depth, m, processors, subtile, best)
+
+
+def _fitting(n: int, split: int, depth: int, m: int, processors: int, subtile: int, best: bool = False) -> list[Shape]:
+    return [c for c in candidates(n, split, depth, m, processors, subtile) if c.fits(subtile, m, best)]
+
+
+def _largest(n: int, split: int, depth: int, m: int, processors: int, subtile: int, best: bool) -> Shape:
+    """The shape of an order of additions that wastes least rows and has the deepest ring."""
+    fitting = _fitting(n, split, depth, m, processors, subtile, best)
+    if not fitting and split * depth == 1:
         fitting = [s for s in (Shape(w, stages=3) for w in (12, 8, 4, 2, 1)) if s.fits(subtile, m, best)]
-    return max(fitting, key=lambda c: (c.width * -(-row_tiles // c.width) * -1, c.stage_subtiles * c.stages, -c.rows))
+    if not fitting:
+        raise ValueError(
+            f"no launch of {n} rows with split {split}, depth {depth} fits at {m} rows of x: tune this card"
+        )
+    row_tiles = -(-n // ROWS)
+    return max(fitting, key=lambda c: (-c.width * -(-row_tiles // c.width), c.stage_subtiles * c.stages, -c.rows))
 
 
 def _distance(row_tiles: int, split: int, depth: int, processors: int) -> float:
@@ -91,13 +114,17 @@ def choose(n: int, k: int, m: int, device: torch.device | int | None = None, **l
     best = bool(limits.get("best", False))
     subtile = int(str(limits.get("subtile", W12_SUBTILE)))
     found = _table(TUNED / f"{card_name(device)}.json").get(f"{n}x{k}", {}).get(str(bucket_of(m)))
-    if found:
-        shape = Shape(**found)
-        while shape.stages > 2 and not shape.fits(subtile, m, best):
-            shape = replace(shape, stages=shape.stages - 1)
-        if shape.fits(subtile, m, best) and not (best and shape.split * shape.depth > 1):
-            return shape
-    return heuristic(n, k, m, properties.multi_processor_count, subtile, best)
+    processors = properties.multi_processor_count
+    if not found:
+        return heuristic(n, k, m, processors, subtile, best)
+    shape = Shape(**found)
+    if best and shape.split * shape.depth > 1:
+        return heuristic(n, k, m, processors, subtile, best)
+    while shape.stages > 2 and not shape.fits(subtile, m, best):
+        shape = replace(shape, stages=shape.stages - 1)
+    if shape.fits(subtile, m, best):
+        return shape
+    return _largest(n, shape.split, shape.depth, m, processors, subtile, best)  # the same order of additions
 
 
 def tune(

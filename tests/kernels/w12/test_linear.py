@@ -73,8 +73,11 @@ def test_the_heuristic_fits_and_keeps_one_order(n: int, k: int, m: int) -> None:
     assert shape.fits(autotune.W12_SUBTILE, m)
     groups = min(-(-n // 16 // shape.width), 132 // shape.split)
     assert shape.split * shape.depth == 1 or groups * shape.width * 16 >= n, "parts of the columns need one round"
-    first = autotune.heuristic(n, k, 1, 132)
-    assert (shape.split, shape.depth) == (first.split, first.depth), "a row's result must not depend on the row count"
+    for subtile in (1552, 1568, 1664, 2048):
+        orders = {
+            (s.split, s.depth) for s in (autotune.heuristic(n, k, rows, 132, subtile) for rows in autotune.BUCKETS)
+        }
+        assert len(orders) == 1, "a row's result must not depend on the row count"
     head = autotune.heuristic(n, k, m, 132, best=True)
     assert head.split * head.depth == 1 and head.fits(autotune.W12_SUBTILE, m, best=True)
 
