@@ -33,7 +33,7 @@ def pack_file(
         rest = []
         for entry in source.entries:
             reason = policy.reason_to_keep(entry.name, entry.dtype, entry.shape, table_is_head)
-            bases = None if reason else policy.choose(_count(source, entry), row_block)
+            bases = None if reason else policy.choose(_count(source, entry), row_block, max_escape_rate)
             if bases and bases.escapes > max_escape_rate * entry.shape[0] * entry.shape[1]:
                 reason = f"{100 * bases.escapes / (entry.shape[0] * entry.shape[1]):.2f} % escapes"
                 bases = None

@@ -56,11 +56,11 @@ def embeds_the_head(names: Iterable[str], config: dict[str, Any]) -> bool:
     return bool(tied) or not any("lm_head" in name.split(".") for name in names)
 
 
-def choose(counts: Tensor, wanted: RowBlock = "auto") -> Bases:
+def choose(counts: Tensor, wanted: RowBlock = "auto", max_escape_rate: float = MAX_ESCAPE_RATE) -> Bases:
     """Bases for a matrix whose exponents are `counts` (int64 [ceil(N / 64), 256], blocks of 64 rows).
 
     `auto` takes one base for the tensor, which a kernel keeps in a register, unless bases of 64 rows more than halve the
-    escapes: padding rows, or rows of very different scale.
+    escapes (padding rows, rows of very different scale) or alone stay below `max_escape_rate`.
     """
     one = Bases(None, choose_base(counts.sum(0, keepdim=True)), count_escapes(counts.sum(0, keepdim=True)))
     if wanted == "none":
@@ -70,4 +70,6 @@ def choose(counts: Tensor, wanted: RowBlock = "auto") -> Bases:
         pairs = even.view(-1, 2, 256).sum(1)
         return Bases(128, choose_base(pairs), count_escapes(pairs))
     blocks = Bases(COUNTED_ROWS, choose_base(counts), count_escapes(counts))
-    return blocks if wanted == "64" or 2 * blocks.escapes < one.escapes else one
+    limit = max_escape_rate * int(counts.sum())
+    better = 2 * blocks.escapes < one.escapes or blocks.escapes <= limit < one.escapes
+    return blocks if wanted == "64" or better else one

@@ -326,6 +326,15 @@ def test_policy_counts_blocks_of_any_number() -> None:
     assert policy.choose(counts, "128").base.numel() == 2 and policy.choose(counts, "128").escapes == 64
     assert policy.choose(counts).row_block == 64 and policy.choose(counts).escapes == 0
     assert policy.choose(counts[:1]).row_block is None, "blocks that save nothing are not taken"
+    counts = torch.zeros(2, 256, dtype=torch.int64)
+    counts[:, 100] = 10_000
+    counts[:, 10] = 15
+    counts[0, 99], counts[0, 90], counts[1, 114] = 9_000, 8, 8  # no window holds 90, 99 and 114
+    one, blocks = policy.choose(counts, "none").escapes, policy.choose(counts, "64").escapes
+    assert (blocks, one) == (30, 38)
+    total = int(counts.sum())
+    assert policy.choose(counts, "auto", (one + 1) / total).row_block is None
+    assert policy.choose(counts, "auto", blocks / total).row_block == 64, "only so does it stay below the limit"
 
 
 def test_embeddings_are_packed_only_where_they_are_the_head() -> None:
