@@ -64,7 +64,7 @@ class Reason(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a run ended: a closed list, printed and stored. Only the first four are complete runs (exit code 0)."""
+    """Why a run ended: a closed list, printed and stored. The first six are complete runs (exit code 0): a spent budget is an end, too."""
 
     rounds_done = "rounds-done"
     no_headroom = "no-headroom"

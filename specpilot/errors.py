@@ -1,8 +1,8 @@
 """Errors that a user sees: what was wrong, where, and what to do, with the exit code of the command.
 
 Exit codes: 0 ok, 1 internal, 2 invalid input, 3 environment, 4 model or digest, 5 run locked or run
-folder unusable, 6 run ended before its end, 7 gate unsound, 8 tampered evidence, 9 infrastructure, 10 not
-accepted (an attempt was rejected, a mechanism not confirmed), 130 Ctrl-C. This module imports nothing of ours.
+folder unusable, 7 gate unsound, 8 tampered evidence, 9 infrastructure, 10 not accepted (an attempt was rejected, a
+mechanism not confirmed), 130 Ctrl-C. A run that ends because its budget is spent is complete. This module imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -75,12 +75,6 @@ class RunFolderError(SpecPilotError):
 
 class RunLockedError(RunFolderError):
     """Another process is working on this run."""
-
-
-class RunIncompleteError(SpecPilotError):
-    """The run stopped before its end; what was finished is kept and can be resumed."""
-
-    exit_code = 6
 
 
 class GateUnsoundError(SpecPilotError):

@@ -13,7 +13,7 @@ from specpilot.contracts import StopReason
 from specpilot.deployment import Budget
 from specpilot.journal import Journal
 
-CLOSING_RESERVE_S = 100.0
+CLOSING_RESERVE_S = 150.0
 """Seconds kept back for the final four-way measurement and the report."""
 
 

@@ -9,7 +9,7 @@ from specpilot.loop.context import RunContext
 from specpilot.loop.observe import observe
 from specpilot.loop.prepare import measure_four
 
-CLOSING_PROMPTS = 6
+CLOSING_PROMPTS = 8
 
 
 def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:

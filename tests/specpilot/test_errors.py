@@ -23,7 +23,6 @@ from specpilot import errors
         (errors.DigestError, 4),
         (errors.RunFolderError, 5),
         (errors.RunLockedError, 5),
-        (errors.RunIncompleteError, 6),
         (errors.GateUnsoundError, 7),
         (errors.TamperedEvidenceError, 8),
         (errors.InfrastructureError, 9),
