@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,7 +77,9 @@ def heuristic(n: int, k: int, m: int, processors: int, subtile: int = W12_SUBTIL
         and row_tiles <= 8 * (processors // s)
         and all(_fitting(n, s, d, b, processors, subtile) for b in BUCKETS)
     ]
-    split, depth = (1, 1) if best or not order else min(order, key=lambda o: _distance(row_tiles, *o, processors))
+    split, depth = (
+        (1, 1) if best or not order else min(order, key=lambda o: _distance(row_tiles, o[0], o[1], processors))
+    )
     return _largest(n, split, depth, m, processors, subtile, best)
 
 
@@ -104,7 +107,7 @@ def _distance(row_tiles: int, split: int, depth: int, processors: int) -> float:
 
 
 @cache
-def _table(path: Path) -> dict[str, dict[str, dict[str, int]]]:
+def _table(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(path.read_text())["shapes"] if path.exists() else {}
 
 

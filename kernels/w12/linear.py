@@ -105,6 +105,8 @@ def from_linear(weight: Tensor, *, paired: bool = False, row_block: int | None =
 class W12Linear(nn.Module):
     """y = x W^T (+ bias) (+ residual), bit-identical to the twin kernel on the BF16 weight."""
 
+    bias: Tensor | None
+
     def __init__(self, weight: W12Weight, bias: Tensor | None = None, *, dependent: bool = False) -> None:
         super().__init__()
         self.weight, self.dependent = weight, dependent

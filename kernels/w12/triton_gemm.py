@@ -15,12 +15,14 @@ from specpilot.kernels.w12.layout import COLUMNS, W12_BYTES, Tiles
 
 
 @triton.jit
-def _rotate_right_8(word):
+def _rotate_right_8(word):  # type: ignore[no-untyped-def]
     return ((word >> 8) & 0xFFFFFF) | (word << 24)
 
 
 @triton.jit
-def _gemm(x, data, overflow, y, m, n, k, subtiles, words, BLOCK_M: tl.constexpr, EXACT32: tl.constexpr):
+def _gemm(  # type: ignore[no-untyped-def]
+    x, data, overflow, y, m, n, k, subtiles, words, BLOCK_M: tl.constexpr, EXACT32: tl.constexpr
+):
     """One row tile (16 rows of the weight) and BLOCK_M tokens; data as int32, `words` of them a subtile."""
     tile = tl.program_id(0)
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
