@@ -208,7 +208,7 @@ class MeasurementSettings(Section):
     output_tokens_timed: int | None = Field(None, ge=16, le=1_000_000)
     """Tokens per timed answer; null: the regime's output_tokens."""
     max_seconds: float | None = Field(None, gt=0.0, le=1_000_000.0)
-    """Most seconds per comparison; null: max_pairs alone decides."""
+    """Seconds after which a comparison ends once it has min_pairs; null: max_pairs alone decides."""
     alpha: float = Field(0.05, gt=0.0, lt=0.5)
     """Error rate over all candidates of the run."""
     min_effect: float = Field(1.02, ge=1.0, le=10.0)

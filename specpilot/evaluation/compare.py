@@ -150,6 +150,8 @@ def compare(
 ) -> tuple[Comparison, list[Leg]]:
     """Measures until the interval decides, at most `settings.max_pairs` pairs or about `max_seconds`.
 
+    The time never cuts below `settings.min_pairs`: on a slow or busy machine two pairs would call a doubling null.
+
     Both servers must be started and stay usable (thawed) afterwards. `alpha` is this comparison's share of the run's
     error rate (`stats.level_for`); `noise_sd` the standard deviation of one pair's log-ratio from an A/A run, for
     `Comparison.detectable`. Returned legs alternate by pair and hold every timed token of both sides.
@@ -201,7 +203,7 @@ def _measure(
     began: float,
     max_seconds: float | None,
 ) -> Interval:
-    """Pairs until the interval, the pair budget or the time budget says stop; never fewer than two."""
+    """Pairs until the interval, the pair budget or the time budget says stop; never fewer than `min_pairs`."""
     order: tuple[str, str] = ("base", "candidate")
     first = time.monotonic()
     session.repeats_left = settings.max_pairs // 3
@@ -220,7 +222,7 @@ def _measure(
         if done >= settings.max_pairs:
             break
         per_pair = (time.monotonic() - first) / (done + session.repeated)
-        if max_seconds is not None and done >= 2 and time.monotonic() - began + per_pair > max_seconds:
+        if max_seconds is not None and done >= settings.min_pairs and time.monotonic() - began + per_pair > max_seconds:
             break
     return interval
 

@@ -155,10 +155,16 @@ def test_speculation_switched_off_is_visible(engine, stream) -> None:
 
 
 def test_the_time_budget_ends_it(engine, stream) -> None:
-    settings = MeasurementSettings(max_pairs=50, min_pairs=40)
+    settings = MeasurementSettings(max_pairs=50, min_pairs=4, min_effect=1.0)
     found, _ = compare(engine(), engine(), stream, settings, 0.02, regime=REGIME, max_seconds=1.5, noise_sd=0.05)
-    assert 2 <= len(found.pairs) < 20
+    assert 4 <= len(found.pairs) < 20
     assert found.machine["noise_from"] == "A/A pairs" and found.detectable > 1.0
+
+
+def test_the_time_budget_never_cuts_below_the_fewest_pairs(engine, stream) -> None:
+    settings = MeasurementSettings(max_pairs=50, min_pairs=5)
+    found, _ = compare(engine(), engine(round_s=0.002), stream, settings, 0.02, regime=REGIME, max_seconds=0.001)
+    assert len(found.pairs) == 5
 
 
 def test_disturbed_pairs_are_measured_again_a_few_times(engine, stream, monkeypatch) -> None:
