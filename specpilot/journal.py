@@ -255,7 +255,13 @@ class Journal:
         row = self._rows("SELECT result FROM steps WHERE key = ? AND state = 'finished'", (key,))
         if not row:
             raise KeyError(key)
-        return _decode(row[0][0], model)
+        try:
+            return _decode(row[0][0], model)
+        except ValueError as error:  # not JSON, or not this record
+            raise RunFolderError(
+                f"{self.path}: the result of step {key!r} cannot be read ({type(error).__name__})",
+                "the journal was damaged or written by another version: restore it from a copy, or begin a new run.",
+            ) from error
 
     def steps(self) -> list[StepRow]:
         """All steps in the order of their first start."""
