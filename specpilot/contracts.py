@@ -76,6 +76,11 @@ class StopReason(StrEnum):
     infrastructure = "infrastructure"
     gate_unsound = "gate-unsound"
 
+    @property
+    def complete(self) -> bool:
+        """Nothing is owed, so there is nothing to resume. Of a spent budget the closing session had its share in reserve."""
+        return self not in (StopReason.interrupted, StopReason.infrastructure, StopReason.gate_unsound)
+
 
 class Claim(Record):
     """What a worker says about its candidate. The gate proves or refutes it.

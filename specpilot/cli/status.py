@@ -18,8 +18,6 @@ from specpilot.errors import SpecPilotError
 from specpilot.journal import AttemptRow, Journal, RunLock
 from specpilot.paths import JOURNAL_NAME, all_runs, find_run, runs_dir
 
-COMPLETE = {StopReason.rounds_done, StopReason.no_headroom, StopReason.no_candidates}
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
@@ -81,8 +79,9 @@ def state_of(folder: Path, journal: Journal) -> str:
         return f"running ({holder})"
     reason = journal.get_meta("stop_reason")
     if reason is None:
-        return "interrupted; specpilot resume goes on"
-    return f"ended: {reason}" + ("" if reason in COMPLETE else "; specpilot resume goes on")
+        return f"interrupted; specpilot resume {folder.name} goes on"
+    complete = any(reason == end.value for end in StopReason if end.complete)
+    return f"ended: {reason}" + ("" if complete else f"; specpilot resume {folder.name} goes on")
 
 
 def deployment_name(journal: Journal) -> str:

@@ -39,15 +39,6 @@ from specpilot.paths import JOURNAL_NAME, memory_url, runs_dir
 from specpilot.report.view import RunView
 from specpilot.workspace import Workspace
 
-COMPLETE = {
-    StopReason.rounds_done,
-    StopReason.no_headroom,
-    StopReason.no_candidates,
-    StopReason.budget_wall_clock,
-    StopReason.budget_usd,
-    StopReason.budget_tokens,
-}
-"""Ends after which nothing is owed: also a spent budget, since the closing session has its share of it in reserve."""
 EXIT_CODES = {
     StopReason.infrastructure: 9,
     StopReason.gate_unsound: 7,
@@ -66,7 +57,7 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """0 for a complete run; see `specpilot.errors` for the others."""
-        return 0 if self.stop in COMPLETE else EXIT_CODES[self.stop]
+        return 0 if self.stop.complete else EXIT_CODES[self.stop]
 
 
 def optimize(
