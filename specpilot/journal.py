@@ -8,10 +8,8 @@ never a heartbeat. May import contracts and errors.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import socket
 import sqlite3
 import threading
 import time
@@ -19,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel
 
 from specpilot.contracts import AttemptState, Reason
-from specpilot.errors import RunFolderError, RunLockedError, SpecPilotError, disk_full_named, is_disk_full, nothing_free
+from specpilot.errors import RunFolderError, SpecPilotError, disk_full_named, is_disk_full, nothing_free
 
 APPLICATION_ID = 0x53504A4C  # "SPJL": tells our file from any other SQLite file
 SCHEMA_VERSION = 1
@@ -268,6 +266,10 @@ class Journal:
         rows = self._rows("SELECT key, state, starts, started_at, finished_at FROM steps ORDER BY rowid")
         return [StepRow(key, state == "finished", starts, began, ended) for key, state, starts, began, ended in rows]
 
+    def finished_keys(self, wanted: Callable[[str], bool]) -> list[str]:
+        """Keys of the finished steps that are `wanted`, in the order of their first start."""
+        return [row.key for row in self.steps() if row.finished and wanted(row.key)]
+
     # -- attempts -----------------------------------------------------------------------------------------
 
     def create_attempt(
@@ -414,58 +416,6 @@ class Journal:
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         with self._lock, disk_full_named(self.path):
             return self._db.execute(query, values).fetchall()
-
-
-class RunLock:
-    """Held while a process works on a run: an operating-system lock, gone when the process is gone."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / "run.lock"
-        self._file: IO[str] | None = None
-
-    def acquire(self) -> RunLock:
-        """Take the lock. Raises `RunLockedError` naming the holder."""
-        with disk_full_named(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = self.path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise RunLockedError(
-                f"{self.path.parent} is in use by {self.holder(self.path.parent) or 'a process that is just ending'}",
-                "wait for it, or end it, then try again; `specpilot status` shows what it does.",
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        file.flush()
-        self._file = file
-        return self
-
-    def release(self) -> None:
-        """Give the lock back."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def __enter__(self) -> RunLock:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    @staticmethod
-    def holder(run_dir: Path) -> str | None:
-        """Who works on the run now, in words; None if nobody does."""
-        try:
-            with (run_dir / "run.lock").open("r") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return file.read() or "another process"
-        except FileNotFoundError:
-            pass
-        return None
 
 
 def _attempt(row: tuple[Any, ...]) -> AttemptRow:

@@ -14,8 +14,9 @@ import typer
 
 from specpilot.cli.options import folder_size, size_text
 from specpilot.errors import SpecPilotError
-from specpilot.journal import Journal, RunLock
+from specpilot.journal import Journal
 from specpilot.paths import JOURNAL_NAME, models_dir, runs_dir
+from specpilot.run_lock import RunLock
 from specpilot.sandbox import kill_leftovers
 from specpilot.workspace import Workspace
 

@@ -11,8 +11,8 @@ import typer
 
 from specpilot.cli.options import DeploymentName, Overrides, Plain, RunName, load
 from specpilot.errors import RunFolderError, RunLockedError
-from specpilot.journal import RunLock
 from specpilot.paths import JOURNAL_NAME, find_run, runs_dir
+from specpilot.run_lock import RunLock
 
 
 def register(app: typer.Typer) -> None:

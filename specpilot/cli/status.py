@@ -15,8 +15,9 @@ from rich.table import Table
 from specpilot.cli.options import RunName
 from specpilot.contracts import AttemptState, StopReason
 from specpilot.errors import SpecPilotError
-from specpilot.journal import AttemptRow, Journal, RunLock
+from specpilot.journal import AttemptRow, Journal
 from specpilot.paths import JOURNAL_NAME, all_runs, find_run, runs_dir
+from specpilot.run_lock import RunLock
 
 
 def register(app: typer.Typer) -> None:

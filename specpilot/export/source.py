@@ -11,8 +11,9 @@ from typing import Any
 
 from specpilot.deployment import Deployment, parse_deployment
 from specpilot.errors import RunFolderError
-from specpilot.journal import AttemptRow, Journal, RunLock
+from specpilot.journal import AttemptRow, Journal
 from specpilot.paths import JOURNAL_NAME
+from specpilot.run_lock import RunLock
 from specpilot.workspace import Workspace
 
 

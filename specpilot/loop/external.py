@@ -12,13 +12,13 @@ from pathlib import Path
 from specpilot.agents import ClaimDraft, parse_claim, render_brief
 from specpilot.contracts import AttemptState, Candidate, Claim, GapTable
 from specpilot.errors import UsageError
-from specpilot.journal import RunLock
 from specpilot.loop.attempts import advance, settle
 from specpilot.loop.context import RunContext
 from specpilot.loop.explore import component_gaps, work_context
 from specpilot.loop.learn import learn
 from specpilot.loop.records import Assessment, Merged
 from specpilot.loop.state import head_of, merged_mechanisms, present_gaps
+from specpilot.run_lock import RunLock
 
 
 def open_attempt(context: RunContext, component: str, task: str) -> tuple[str, Path, str]:

@@ -19,7 +19,6 @@ from specpilot.contracts import AttemptState
 from specpilot.deployment import find_deployment, load_deployment
 from specpilot.errors import NOT_ACCEPTED, UsageError
 from specpilot.evaluation.stats import level_of
-from specpilot.journal import RunLock
 from specpilot.loop.assess import assess
 from specpilot.loop.attempts import advance, reject, settle, supersede
 from specpilot.loop.context import RunContext
@@ -31,6 +30,7 @@ from specpilot.loop.state import present_gaps
 from specpilot.memory import Effect, Mechanism
 from specpilot.memory.recall import unmet_preconditions
 from specpilot.paths import runs_dir
+from specpilot.run_lock import RunLock
 from specpilot.workspace import Workspace
 
 ENGINES = Path(__file__).resolve().parents[1] / "engines"
@@ -77,7 +77,7 @@ class LoopReplay:
             return prepared.exit_code
         with open_run(folder) as context, RunLock(folder):
             try:
-                assessment = measure_again(context, chain)
+                assessment = measure_mechanism(context, chain)
             finally:
                 context.trees.prune_unknown(set())
             typer.echo(outcome_text(context, chain[-1], assessment))
@@ -97,7 +97,7 @@ def lay(trees: Workspace, chain: list[Mechanism]) -> str:
     return commit
 
 
-def measure_again(context: RunContext, chain: list[Mechanism]) -> Assessment:
+def measure_mechanism(context: RunContext, chain: list[Mechanism]) -> Assessment:
     """The last of `chain` on top of the others as one attempt of the run; its effect goes to the memory."""
     mechanism = chain[-1]
     table = present_gaps(context)

@@ -23,7 +23,7 @@ from specpilot import __version__
 from specpilot.contracts import StopReason
 from specpilot.deployment import Deployment, parse_deployment
 from specpilot.errors import GateUnsoundError, InfrastructureError, RunFolderError, SpecPilotError, disk_full_named
-from specpilot.journal import Journal, ProcessRow, RunLock
+from specpilot.journal import Journal, ProcessRow
 from specpilot.loop.budget import BudgetClock
 from specpilot.loop.context import RunContext
 from specpilot.loop.finish import finish
@@ -37,6 +37,7 @@ from specpilot.memory import MemoryStore
 from specpilot.models import ensure_models
 from specpilot.paths import JOURNAL_NAME, memory_url, runs_dir
 from specpilot.report.view import RunView
+from specpilot.run_lock import RunLock
 from specpilot.workspace import Workspace
 
 EXIT_CODES = {

@@ -28,14 +28,12 @@ def mechanism_of(row: AttemptRow) -> str | None:
 
 def merge_records(context: RunContext) -> list[Merged]:
     """Every finished step of a merge that changed the head, in the order in which they were laid on."""
-    keys = [
-        r.key for r in context.journal.steps() if r.finished and "/merge" in r.key and not r.key.endswith("/assess")
-    ]
+    keys = context.journal.finished_keys(lambda key: "/merge" in key and not key.endswith("/assess"))
     steps: list[Merged] = [context.journal.result(key, Merged) for key in keys]
     return [step for step in steps if step.merged]
 
 
 def present_gaps(context: RunContext) -> GapTable | None:
     """The newest gap table on record."""
-    keys = [row.key for row in context.journal.steps() if row.finished and row.key.endswith(("/observe", "/gaps"))]
+    keys = context.journal.finished_keys(lambda key: key.endswith(("/observe", "/gaps")))
     return context.journal.result(keys[-1], GapTable) if keys else None

@@ -90,16 +90,14 @@ def merged_steps(context: RunContext) -> list[Step]:
 
 def left_out(context: RunContext) -> list[Again]:
     """What leaving each merged change out of the final engine showed."""
-    keys = [
-        r.key for r in context.journal.steps() if r.finished and r.key.startswith("without/") and r.key.count("/") == 2
-    ]
+    keys = context.journal.finished_keys(lambda key: key.startswith("without/") and key.count("/") == 2)
     found: list[LeftOut] = [context.journal.result(key, LeftOut) for key in keys]
     return [Again.model_validate(item.model_dump(mode="json", include=set(Again.model_fields))) for item in found]
 
 
 def gap_tables(context: RunContext) -> list[GapTable]:
     """Gap tables of the rounds, oldest first."""
-    keys = [row.key for row in context.journal.steps() if row.finished and row.key.endswith("/observe")]
+    keys = context.journal.finished_keys(lambda key: key.endswith("/observe"))
     return [context.journal.result(key, GapTable) for key in keys]
 
 

@@ -20,8 +20,9 @@ import yaml
 from specpilot import __version__
 from specpilot.cli import main
 from specpilot.contracts import AttemptState, Reason
-from specpilot.journal import Journal, RunLock
+from specpilot.journal import Journal
 from specpilot.paths import JOURNAL_NAME, runs_dir
+from specpilot.run_lock import RunLock
 from specpilot.workspace import Workspace
 from tests.specpilot.test_engine_tree import TOML
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from specpilot.contracts import AttemptState, Check, Reason, Verdict
 from specpilot.errors import DiskFullError, RunFolderError, RunLockedError
-from specpilot.journal import LEGAL, IllegalTransition, Journal, RunLock
+from specpilot.journal import LEGAL, IllegalTransition, Journal
+from specpilot.run_lock import RunLock
 
 S = AttemptState
 
@@ -121,7 +122,8 @@ def test_different_steps_run_side_by_side(journal: Journal) -> None:
 WORK = """
     import os, signal, sys
     from pathlib import Path
-    from specpilot.journal import Journal, RunLock
+    from specpilot.journal import Journal
+    from specpilot.run_lock import RunLock
     folder, kill_at = Path(sys.argv[1]), sys.argv[2]
     def mark(name):
         with open(folder / "effects", "a") as f:
@@ -362,7 +364,7 @@ def test_a_second_holder_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from specpilot.journal import RunLock\nlock = RunLock(Path(sys.argv[1])).acquire(); print('held', flush=True); time.sleep(60)"
+    code = "import sys, time; from pathlib import Path; from specpilot.run_lock import RunLock\nlock = RunLock(Path(sys.argv[1])).acquire(); print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     with pytest.raises(RunLockedError, match=str(holder.pid)):

@@ -11,11 +11,12 @@ import pytest
 
 from specpilot.contracts import AttemptState, StopReason
 from specpilot.errors import DigestError, InfrastructureError, RunFolderError, RunLockedError, UsageError
-from specpilot.journal import Journal, RunLock
+from specpilot.journal import Journal
 from specpilot.loop import budget
 from specpilot.loop.run import optimize, resume
 from specpilot.memory import MemoryStore
 from specpilot.paths import JOURNAL_NAME
+from specpilot.run_lock import RunLock
 from tests.helpers.fake_server import Behaviour
 from tests.helpers.killing import COMMAND
 from tests.specpilot.loop.setting import fake_setting, patch_between, remember
