@@ -4,8 +4,8 @@ A small C++ program (`probe_machine.cpp`) is compiled with g++ and run; it takes
 numpy does a coarser job and the result is flagged as a lower bound. The result is kept in a JSON file, keyed by a
 fingerprint of the machine, so that one home folder may serve several machines.
 
-Best-of is the roof (a roof must not be too low); medians are kept beside it, because shared machines wander: on a
-virtual machine the same read measured 33 to 51 GB/s within one minute. Call `measure_machine` in the same session as a timing
+The median pass is the roof, what the machine sustains; the best is kept beside it (`Hardware.at_best`), because shared machines
+wander: on a virtual machine the same read measured 33 to 51 GB/s within one minute. Call `measure_machine` in the same session as a timing
 when the two are to be compared.
 """
 

@@ -64,7 +64,7 @@ def machine_table(measured: Hardware, sheet: Hardware | None = None) -> Table:
         title=measured.name, title_justify="left", title_style="bold", header_style="bold", pad_edge=False, box=None
     )
     grid.add_column("")
-    grid.add_column("best" if measured.source == "measured" else "datasheet", justify="right")
+    grid.add_column("median" if measured.source == "measured" else "datasheet", justify="right")
     if measured.best:
         grid.add_column("best pass", justify="right")
     if sheet is not None:
