@@ -127,12 +127,17 @@ def launch(
         top=top,
         dependent=int(dependent),
     )
-    library = load(target_of(torch.cuda.get_device_capability(x.device)))
+    library = library_of(x.device)
     said = library.w12_gemm(
         ctypes.byref(arguments), _FORMATS[tiles.kind], epilogue, shape.rows, groups, _stream(x.device)
     )
     _said(said, f"product of {tuple(x.shape)} and {tiles.shape} with {shape}")
     return groups * shape.split
+
+
+def library_of(device: torch.device) -> ctypes.CDLL:
+    """The kernels compiled for a CUDA device. Raises MachineProblem where they cannot be had."""
+    return load(target_of(torch.cuda.get_device_capability(device)))
 
 
 def _stream(device: torch.device) -> ctypes.c_void_p:
@@ -149,7 +154,7 @@ def finish_best(
 ) -> None:
     """Merge the lists of `blocks` thread blocks into index (int64 [m, top]) and value (float32 [m, top] or None)."""
     m, top = index.shape
-    library = load(target_of(torch.cuda.get_device_capability(index.device)))
+    library = library_of(index.device)
     pointer = value.data_ptr() if value is not None else None
     said = library.w12_finish_best(
         best[0].data_ptr(),
@@ -170,7 +175,7 @@ def expand(tiles: Tiles, out: Tensor) -> None:
     if out.dtype != torch.bfloat16 or out.numel() != tiles.shape[0] * tiles.shape[1] or not out.is_contiguous():
         raise ValueError(f"out must be contiguous bfloat16 of {tiles.shape}, got {out.dtype} {tuple(out.shape)}")
     row_tiles, subtiles, size = tiles.data.shape
-    library = load(target_of(torch.cuda.get_device_capability(out.device)))
+    library = library_of(out.device)
     said = library.w12_expand(
         tiles.data.data_ptr(),
         tiles.overflow.data_ptr(),
@@ -206,7 +211,7 @@ def add_norm(
         raise ValueError("residual and total go together")
     if columns * 4 > 48 * 1024 or not all(t.is_contiguous() for t in (x, y) if t is not None):
         raise ValueError(f"add_norm takes contiguous rows of at most 12288 columns, got {tuple(x.shape)}")
-    library = load(target_of(torch.cuda.get_device_capability(x.device)))
+    library = library_of(x.device)
     said = library.w12_add_norm(
         x.data_ptr(),
         residual.data_ptr() if residual is not None else None,

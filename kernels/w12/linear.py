@@ -21,7 +21,6 @@ from specpilot.kernels.w12.autotune import choose
 from specpilot.kernels.w12.errors import MachineProblem
 from specpilot.kernels.w12.format import Planes, encode
 from specpilot.kernels.w12.layout import COLUMNS, Tiles, tile_w12, untile
-from specpilot.kernels.w12.library import load, target_of
 
 EXPAND_ABOVE = 128
 """Rows above which expanding and the library are faster than groups of 64; measured on an H200, experiments/w12."""
@@ -42,7 +41,7 @@ def has_kernels(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        load(target_of(torch.cuda.get_device_capability(device)))
+        gemm.library_of(device)
     except MachineProblem as problem:
         warnings.warn(f"W12 falls back to Triton: {problem.message} ({problem.hint})", stacklevel=2)
         return False
