@@ -3,7 +3,8 @@
 Every step is recorded before it acts and after; a finished step is never run again, a started one is. The
 file is in WAL mode, written through one connection per process, serialised by a lock, and waits for other
 processes (`specpilot status`, `attempt submit`) instead of failing. Liveness of a run is a held file lock,
-never a heartbeat. May import contracts and errors.
+never a heartbeat. What is written is sealed (`specpilot.seal`) and checked when the file is opened. May import
+contracts, errors and seal.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel
 
+from specpilot import seal
 from specpilot.contracts import AttemptState, Reason
 from specpilot.errors import RunFolderError, SpecPilotError, disk_full_named, is_disk_full, nothing_free
 
 APPLICATION_ID = 0x53504A4C  # "SPJL": tells our file from any other SQLite file
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 60.0
 
 _SCHEMA = """
@@ -138,11 +140,13 @@ class Journal:
             db = sqlite3.connect(scratch, isolation_level=None)
             try:
                 db.executescript(
-                    f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={SCHEMA_VERSION}; BEGIN; {_SCHEMA}"
+                    f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={SCHEMA_VERSION}; BEGIN; {_SCHEMA}{seal.SCHEMA}"
                 )
                 now = time.time()
                 rows = [("created_at", _dumps(now)), *((key, _dumps(value)) for key, value in meta.items())]
                 db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+                for key in dict.fromkeys(key for key, _ in rows):
+                    seal.seal_row(db, "meta", key)
                 db.execute("COMMIT")
                 db.close()
                 # The file appears complete or not at all: a crash above leaves no half-made journal behind.
@@ -154,7 +158,11 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """An existing journal. Raises `RunFolderError` if it is missing, damaged, foreign or too new."""
+        """An existing journal.
+
+        Raises `RunFolderError` if it is missing, damaged, foreign or of another version, `TamperedEvidenceError` if what it
+        holds is not what was written.
+        """
         if not path.is_file():
             raise RunFolderError(
                 f"{path.parent} is not a run folder: it has no {path.name}", "`specpilot runs` lists them."
@@ -169,6 +177,7 @@ class Journal:
                 damage = db.execute("PRAGMA quick_check(1)").fetchone()[0]
                 if damage != "ok":
                     raise sqlite3.DatabaseError(damage)
+                seal.verify(db, path)
                 return cls(path, db)
             db.close()
         except sqlite3.DatabaseError as error:
@@ -181,6 +190,11 @@ class Journal:
             ) from error
         if application != APPLICATION_ID:
             raise RunFolderError(f"{path} is an SQLite file, but not a SpecPilot journal", "give a run folder.")
+        if version < SCHEMA_VERSION:
+            raise RunFolderError(
+                f"{path} was written by an earlier SpecPilot (schema {version}), which did not seal its journals",
+                "look at it with that version, or start a new run; the run's commits are in repo/.",
+            )
         raise RunFolderError(
             f"{path} has schema {version}, this version reads {SCHEMA_VERSION}", "use the SpecPilot that made the run."
         )
@@ -205,6 +219,13 @@ class Journal:
         """Store one meta value (JSON)."""
         with self._write() as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _dumps(value)))
+            seal.seal_row(db, "meta", key)
+
+    @property
+    def seal_head(self) -> str:
+        """Digest that stands for everything in the journal; it changes with every write."""
+        with self._lock:
+            return seal.head(self._db)
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -235,6 +256,7 @@ class Journal:
                     "ON CONFLICT (key) DO UPDATE SET starts = starts + 1, started_at = excluded.started_at",
                     (key, now),
                 )
+                seal.seal_row(db, "steps", key)
             self.worked_since = self.worked_since or time.monotonic()
             text = _encode(function())
             with self._write() as db:
@@ -242,6 +264,7 @@ class Journal:
                     "UPDATE steps SET state = 'finished', finished_at = ?, result = ? WHERE key = ?",
                     (time.time(), text, key),
                 )
+                seal.seal_row(db, "steps", key)
             return _decode(text, model)
 
     def finished(self, key: str) -> bool:
@@ -283,6 +306,7 @@ class Journal:
                 (attempt_id, round, worker, component, _dumps(dict(data or {})), now, now),
             ).rowcount
             if made:
+                seal.seal_row(db, "attempts", attempt_id)
                 self._history(db, attempt_id, AttemptState.planned, None)
         return self.attempt(attempt_id)
 
@@ -319,6 +343,7 @@ class Journal:
                 "UPDATE attempts SET state = ?, reason = ?, detail = ?, data = ?, updated_at = ? WHERE id = ?",
                 (state, reason, detail or old.detail, _dumps(old.data | dict(data or {})), time.time(), attempt_id),
             )
+            seal.seal_row(db, "attempts", attempt_id)
             if state is not old.state:
                 self._history(db, attempt_id, state, reason)
         return self.attempt(attempt_id)
@@ -353,7 +378,10 @@ class Journal:
 
     @staticmethod
     def _history(db: sqlite3.Connection, attempt_id: str, state: AttemptState, reason: Reason | None) -> None:
-        db.execute("INSERT INTO attempt_history VALUES (NULL, ?, ?, ?, ?)", (attempt_id, state, reason, time.time()))
+        made = db.execute(
+            "INSERT INTO attempt_history VALUES (NULL, ?, ?, ?, ?)", (attempt_id, state, reason, time.time())
+        )
+        seal.seal_row(db, "attempt_history", int(made.lastrowid or 0))
 
     # -- processes ----------------------------------------------------------------------------------------
 
@@ -388,7 +416,9 @@ class Journal:
             row = db.execute(
                 "INSERT INTO events (at, kind, data) VALUES (?, ?, ?)", (time.time(), kind, _dumps(dict(data or {})))
             )
-            return int(row.lastrowid or 0)
+            position = int(row.lastrowid or 0)
+            seal.seal_row(db, "events", position)
+            return position
 
     def events(self, after: int = 0, kind: str | None = None) -> list[Event]:
         """Log lines after a position, oldest first, of one kind if given."""

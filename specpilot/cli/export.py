@@ -49,9 +49,12 @@ def export(
 def report(run: RunName = "latest") -> None:
     """Write the report of a run again; prints its path."""
     folder = find_run(run)
+    from specpilot.evidence import seal_file
     from specpilot.loop.run import open_run
     from specpilot.loop.summary import report_data
     from specpilot.report.html import write_report
 
     with open_run(folder) as context:
-        typer.echo(write_report(report_data(context), folder / "report.html"))
+        path = write_report(report_data(context), folder / "report.html")
+        seal_file(context.journal, folder, path)
+        typer.echo(path)

@@ -13,7 +13,7 @@ import psutil
 import typer
 
 from specpilot.cli.options import folder_size, size_text
-from specpilot.errors import SpecPilotError
+from specpilot.errors import SpecPilotError, TamperedEvidenceError
 from specpilot.journal import Journal
 from specpilot.paths import JOURNAL_NAME, models_dir, runs_dir
 from specpilot.run_lock import RunLock
@@ -75,6 +75,8 @@ def leftovers(older_than_days: float | None = None) -> Iterator[Leftover]:
 def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover]:
     try:
         journal = Journal.open(folder / JOURNAL_NAME)
+    except TamperedEvidenceError:
+        return  # whoever looks into it wants it as it is
     except SpecPilotError:
         if not _recent(folder):
             yield Leftover(f"{folder}, which is no readable run", folder_size(folder), lambda: shutil.rmtree(folder))

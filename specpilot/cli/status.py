@@ -43,6 +43,7 @@ def status(run: RunName = "latest") -> None:
     attempts = journal.attempts()
     if attempts:
         console.print(attempt_table(attempts))
+    console.print(f"seal      {journal.seal_head} (of everything in the journal as it stands)", soft_wrap=True)
     for event in journal.events()[-5:]:
         console.print(
             f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event.kind} {escape(_short(event.data))}"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from specpilot.evidence import check_file
 from specpilot.export.source import RunSource
 
 SUMS = "SHA256SUMS"
@@ -32,6 +33,7 @@ def write_evidence(source: RunSource, folder: Path, packages: dict[str, str]) ->
     _json(folder / "verdicts.json", _collect(source, "verdict", "passed", "checks"))
     _json(folder / "environment.json", {"machine": source.step("machine"), "packages": packages})
     report = source.run_dir / "report.html"
+    check_file(source.journal, source.run_dir, report)
     if report.is_file():
         shutil.copyfile(report, folder / "report.html")
 
@@ -48,6 +50,7 @@ def journal_extract(source: RunSource) -> dict[str, Any]:
         "run": run,
         "deployment": source.meta["deployment"],
         "stop_reason": source.stop_reason,
+        "seal": source.journal.seal_head,
         "first_commit": source.first,
         "best_commit": source.best,
         "merged": [{"name": s.name, "before": s.before, "after": s.after, **s.result} for s in source.merged],

@@ -11,6 +11,7 @@ from typing import Any
 
 from specpilot.deployment import Deployment, parse_deployment
 from specpilot.errors import RunFolderError
+from specpilot.evidence import check_run
 from specpilot.journal import AttemptRow, Journal
 from specpilot.paths import JOURNAL_NAME
 from specpilot.run_lock import RunLock
@@ -56,7 +57,7 @@ class RunSource:
     @classmethod
     @contextmanager
     def open(cls, run_dir: Path) -> Iterator[RunSource]:
-        """Open `run_dir`, whether or not it is being worked on. Raises `RunFolderError`."""
+        """Open `run_dir`, whether or not it is being worked on. Raises `RunFolderError`, `TamperedEvidenceError`."""
         journal = Journal.open(run_dir / JOURNAL_NAME)
         try:
             meta = journal.meta()
@@ -65,6 +66,7 @@ class RunSource:
             folder = Path(meta.get("folder") or run_dir)
             deployment = parse_deployment(meta["deployment"], folder, f"deployment of {run_dir}")
             workspace = Workspace.open(run_dir, recover=False)
+            check_run(run_dir, journal, workspace)
             yield cls(run_dir, journal, workspace, meta, deployment)
         finally:
             journal.close()

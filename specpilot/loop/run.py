@@ -23,6 +23,7 @@ from specpilot import __version__
 from specpilot.contracts import StopReason
 from specpilot.deployment import Deployment, parse_deployment
 from specpilot.errors import GateUnsoundError, InfrastructureError, RunFolderError, SpecPilotError, disk_full_named
+from specpilot.evidence import check_run, seal_file
 from specpilot.journal import Journal, ProcessRow
 from specpilot.loop.budget import BudgetClock
 from specpilot.loop.context import RunContext
@@ -116,6 +117,7 @@ def open_run(run_dir: Path, *, plain: bool = True) -> Iterator[RunContext]:
             raise RunFolderError(f"{run_dir} has not been prepared", f"specpilot resume {run_dir}")
         context.models = ensure_models(context.deployment)
         context.workspace = Workspace.open(run_dir, recover=False)
+        check_run(run_dir, context.journal, context.workspace)
         context.prepared = context.journal.result("preflight", Prepared)
         yield context
     finally:
@@ -149,6 +151,7 @@ def _context(run_dir: Path, journal: Journal, *, plain: bool) -> RunContext:
 
 def _work(run_dir: Path, journal: Journal, *, plain: bool) -> Outcome:
     end_leftovers(journal)
+    _check_evidence(run_dir, journal)
     context = _context(run_dir, journal, plain=plain)
     with context.view, _terminate_as_interrupt():
         context.view.event(
@@ -172,6 +175,12 @@ def _work(run_dir: Path, journal: Journal, *, plain: bool) -> Outcome:
             _tidy(context)
             context.memory.close()
             journal.close()
+
+
+def _check_evidence(run_dir: Path, journal: Journal) -> None:
+    """What an earlier life of the run left must be as it left it; a run that only begins has nothing yet."""
+    there = (run_dir / "repo" / ".git").is_dir()
+    check_run(run_dir, journal, Workspace.open(run_dir) if there else None)
 
 
 def _workflow(context: RunContext) -> Outcome:
@@ -202,6 +211,7 @@ def _report(context: RunContext, outcome: Outcome) -> None:
 
     data = report_data(context)
     path = write_report(data, context.run_dir / "report.html")
+    seal_file(context.journal, context.run_dir, path)
     context.view.event("done", {"stop": outcome.stop.value, "report": str(path), "data": data})
 
 

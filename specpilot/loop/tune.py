@@ -14,6 +14,7 @@ from specpilot.evaluation.errors import EngineError
 from specpilot.evaluation.lease import DeviceLease
 from specpilot.evaluation.legs import decode_rate, require_full, run_leg
 from specpilot.evaluation.server import EngineServer
+from specpilot.evidence import seal_file
 from specpilot.loop.assess import patiently
 from specpilot.loop.context import RunContext
 from specpilot.loop.explore import submit
@@ -46,6 +47,7 @@ def _search(context: RunContext, number: int, work: WorkContext) -> WorkerResult
             ratio = patiently(context, key, partial(_screen, context, key, base, work, trial))
             session.tell(trial, ratio)
             context.say("trial", worker="search", arm=trial.arm, values=trial.values, ratio=ratio)
+    seal_file(context.journal, context.run_dir, session.path)
     proposal = session.proposal()
     attempts = [] if proposal is None else [submit(context, number, f"{key}-1", proposal, work.base_commit)]
     return WorkerResult(worker="search", attempts=attempts, note=session.report().text)

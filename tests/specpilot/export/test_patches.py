@@ -73,14 +73,15 @@ def test_changed_patch_does_not_pass_the_check(shared_run, series):
         check_series(source, to)
 
 
-def test_head_that_no_record_explains_is_still_whole(run, tmp_path):
-    """Somebody moved the head: one more patch makes the series whole."""
+def test_head_that_no_record_explains_is_refused(run, tmp_path):
+    """Somebody moved the head: what was never measured must not be exported under the run's evidence."""
     worktree = run.workspace.checkout("by-hand", run.head)
     (worktree / "extra.txt").write_text("x\n")
     commit = run.workspace.commit_all("by-hand", "by hand")
     run.workspace.set_head(commit)
-    result = export_run(run.folder, tmp_path / "out", format="patches")
-    assert result.mechanisms == ["before-the-first-record"]
+    with pytest.raises(TamperedEvidenceError, match="no recorded merge ended in"):
+        export_run(run.folder, tmp_path / "out", format="patches")
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_change_is_an_empty_series(tmp_path):
