@@ -135,6 +135,7 @@ def _write_manifest(source: RunSource, folder: Path, drafter: str, prompts: dict
         },
         "target": target,
         "drafter": drafter,
+        "drafter_sha256": weights_digest(folder / "drafter") if drafter == "dflash" else None,
         "prompts": prompts,
         "threads": deployment.engine.threads,
         "environment": dict(deployment.engine.environment),

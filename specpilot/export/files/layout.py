@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,6 +58,53 @@ def weights_digest(folder: Path) -> str:
     return hashlib.sha256("".join(f"{value}  {name}\n" for name, value in sums.items()).encode()).hexdigest()
 
 
+def check_weights(info: dict[str, Any]) -> None:
+    """Target and drafter must be the very weights that this engine was found for; ends the program otherwise."""
+    folders = [("target", need_target(info), info["target"]["sha256"])]
+    if info["drafter"] == "dflash":
+        folders.append(("drafter", HOME / "drafter", info.get("drafter_sha256")))
+    for what, folder, pinned in folders:
+        if pinned is None or folder in _CHECKED:
+            continue
+        found = weights_digest(folder)
+        if found != pinned:
+            fail(
+                MODEL,
+                f"the {what}'s weights in {folder} have SHA-256 {found}, this engine was found for {pinned}",
+                "run ./download_models.sh, or take a fresh copy of the export."
+                if what == "target"
+                else "take a fresh copy.",
+            )
+        _CHECKED.add(folder)
+
+
+_CHECKED: set[Path] = set()
+"""Folders whose weights this process has read already."""
+
+
+def need_packages() -> None:
+    """The packages that the engine imports (the first part of requirements.txt) must be in this interpreter."""
+    missing = []
+    for line in (HOME / "requirements.txt").read_text(encoding="utf-8").split("# What these need")[0].splitlines():
+        name = line.partition("==")[0].strip()
+        if name and not name.startswith("#"):
+            try:
+                metadata.version(name)
+            except metadata.PackageNotFoundError:
+                missing.append(name)
+    if missing:
+        hint = "run ./setup_env.sh and unset ENGINE_PYTHON, or install requirements.txt into that interpreter."
+        fail(ENVIRONMENT, f"{sys.executable} lacks {', '.join(missing)}", hint)
+
+
+def threads(info: dict[str, Any]) -> str:
+    """CPU threads of the engine: $THREADS, else the run's setting, else all cores."""
+    given = os.environ.get("THREADS", "").strip()
+    if given and not (given.isdecimal() and 0 < int(given) <= 4096):
+        fail(ENVIRONMENT, f"THREADS={given!r} is not a number of threads", "set it to 1 or more, or unset it.")
+    return given or str(info["threads"] or usable_cores())
+
+
 def file_sha256(path: Path) -> str:
     """Hex SHA-256 of a file."""
     with path.open("rb") as file:
@@ -67,6 +115,7 @@ def launch(info: dict[str, Any], variant: str, port: int, host: str = HOST) -> t
     """(command, working directory, environment) that starts `variant` (ends the program when it is unknown)."""
     if variant not in info["variants"]:
         fail(INVALID, f"unknown variant {variant!r}", f"one of: {', '.join(info['variants'])}.")
+    need_packages()
     where = info["variants"][variant]
     tree = HOME / where["tree"]
     try:
@@ -83,7 +132,7 @@ def launch(info: dict[str, Any], variant: str, port: int, host: str = HOST) -> t
         "drafter": str(HOME / "drafter") if drafter == "dflash" else str(drafter),
         "host": host,
         "port": str(port),
-        "threads": os.environ.get("THREADS") or str(info["threads"] or usable_cores()),
+        "threads": threads(info),
         "variant": variant,
         "commit": commit,
         "cache": str(cache),

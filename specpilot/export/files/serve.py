@@ -1,12 +1,25 @@
-"""Serve one variant in the foreground: `serve.py VARIANT PORT [--host HOST]`."""
+"""Serve one variant in the foreground: `serve.py VARIANT PORT [--host HOST]`.
+
+The weights are held against their digests first. This process then becomes the engine's server; a small helper waits
+beside it and says `serving` once the server answers.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import os
+import signal
 import socket
+import sys
+import time
+from typing import Any
 
 import layout  # type: ignore[import-not-found]
+
+ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses to listen on -> where this machine reaches them."""
 
 
 def main() -> None:
@@ -25,7 +38,9 @@ def main() -> None:
         layout.fail(layout.INVALID, f"{options.port} is not a TCP port", "give a number from 1 to 65535.")
     _need_port(options.host, options.port)
     command, folder, environment = layout.launch(info, options.variant, options.port, options.host)
-    print(f"serving {options.variant} on http://{options.host}:{options.port} (Ctrl-C ends it)", flush=True)
+    print(f"starting {options.variant}: checking the weights ...", flush=True)
+    layout.check_weights(info)
+    _announce(info, options.variant, options.host, options.port)
     os.chdir(folder)
     os.execvpe(command[0], command, environment)
 
@@ -38,6 +53,37 @@ def _need_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             layout.fail(layout.ENVIRONMENT, f"cannot listen on {host}:{port}: {error.strerror}", "choose another port.")
+
+
+def _announce(info: dict[str, Any], variant: str, host: str, port: int) -> None:
+    """A helper process that waits for this one, as the server, to answer. It is nobody's child, so it leaves no zombie."""
+    server = os.getpid()
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    if os.fork():
+        os._exit(0)
+    with contextlib.suppress(BaseException):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+        path, timeout_s = layout.readiness(variant, info)
+        deadline = time.monotonic() + timeout_s
+        while os.getpgid(server) == os.getpgid(0) and time.monotonic() < deadline:  # raises once the server is gone
+            if _answers(ANY.get(host, host), port, path):
+                print(f"serving {variant} on http://{host}:{port} (Ctrl-C ends it)", flush=True)
+                os._exit(0)
+            time.sleep(0.2)
+        print(f"warning: {variant} has not answered within {timeout_s:.0f} s", file=sys.stderr, flush=True)
+    os._exit(0)
+
+
+def _answers(host: str, port: int, path: str) -> bool:
+    try:
+        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=2)) as connection:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 if __name__ == "__main__":

@@ -180,6 +180,7 @@ _JSON = {"Content-Type": "application/json"}
 def started(info: dict[str, Any], variants: list[str]) -> Iterator[list[Engine]]:
     """All `variants`, frozen; ended when the block is left, also by Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    layout.check_weights(info)  # by reading them: what a server says of itself is compared as well, later
     running: list[Engine] = []
     try:
         for variant in variants:
@@ -197,6 +198,7 @@ def started(info: dict[str, Any], variants: list[str]) -> Iterator[list[Engine]]
 
 def load_prompts(info: dict[str, Any], which: str, count: int) -> list[list[int]]:
     """Token ids of the first `count` prompts of the tuning or hidden set, evenly over the file."""
+    layout.need_packages()
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(layout.need_target(info) / "tokenizer.json"))

@@ -167,6 +167,41 @@ def test_scripts_say_what_is_missing(exported):
     assert script(to, "verify.sh", "--checksums", ENGINE_PYTHON="/nowhere/python").returncode == 0, "any Python will do"
 
 
+@pytest.mark.parametrize("threads", ["abc", "0", "-2", "1.5"])
+def test_threads_must_be_a_number(exported, threads):
+    _, to = exported
+    done = script(to, "serve.sh", "final", "30111", TARGET_DIR=json.loads((to / "export.json").read_text())["target"]["path"],
+                  THREADS=threads)  # fmt: skip
+    assert done.returncode == 3 and f"THREADS='{threads}'" in done.stderr and "usage" not in done.stderr
+
+
+def test_an_interpreter_that_will_not_do_is_named(exported):
+    _, to = exported
+    done = script(to, "serve.sh", ENGINE_PYTHON="/bin/false")
+    assert done.returncode == 3 and "ENGINE_PYTHON=/bin/false is not Python 3.11 or newer" in done.stderr
+    (to / "requirements.txt").write_text(
+        "# Imported:\nno-such-package==1.0\npip==1\n# What these need in turn:\nother==2\n"
+    )
+    for name in ("serve.sh", "bench.sh"):
+        done = script(to, name)
+        assert done.returncode == 3 and "lacks no-such-package\n" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("which", ["target", "drafter"])
+def test_changed_weights_are_not_served(run, tmp_path, which):
+    to = tmp_path / "out"
+    export_run(run.folder, to)
+    assert script(to, "download_models.sh").returncode == 0
+    folder = to / ("models/target" if which == "target" else "drafter")
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for command in (["serve.sh", "final", port], ["bench.sh", "final", "stock"]):
+        done = script(to, *command)
+        assert done.returncode == 4 and f"the {which}'s weights" in done.stderr and "serving" not in done.stdout
+
+
 def test_download_links_the_local_checkpoint_and_checks_its_digest(run, tmp_path):
     to = tmp_path / "out"
     export_run(run.folder, to)
@@ -227,25 +262,15 @@ def test_serve_in_the_foreground(exported):
         stdout=subprocess.PIPE,
     )
     try:
+        assert b"starting stock" in server.stdout.readline()
         assert f"serving stock on http://127.0.0.1:{port}".encode() in server.stdout.readline()
-        info = _get(f"http://127.0.0.1:{port}/server_info")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/server_info", timeout=5) as answer:  # at once: it answers
+            info = json.load(answer)
         assert info["commit"] == json.loads((to / "export.json").read_text())["variants"]["stock"]["commit"]
     finally:
         server.terminate()
         server.wait(10)
         server.stdout.close()
-
-
-def _get(url: str) -> dict:
-    import time
-
-    for _ in range(100):
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return json.load(answer)
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError(f"{url} never answered")
 
 
 @pytest.mark.parametrize("kind", ["file", "full folder", "link"])
