@@ -277,7 +277,7 @@ class SearchSession:
 
 @dataclass
 class SearchWorker:
-    """Opens a session per base commit; with a `screen` function it also runs it.
+    """Opens a session per base commit and round; with a `screen` function it also runs it.
 
     `screen(trial)` measures a setting against the base as a quick leg: its ratio, or None when the engine failed.
     """
@@ -295,7 +295,8 @@ class SearchWorker:
         space = load_space(context.tree, drafter=context.drafter, facts=facts)
         if not space.tunables:
             return None
-        path = context.folder / f"search-{context.base_commit[:12]}.jsonl"
+        # The round is in the name: an extended run may search again from the same commit, with another seed.
+        path = context.folder / f"search-{context.base_commit[:12]}-r{context.round}.jsonl"
         return SearchSession(path, space, context.base_commit, self.trials, context.seed, self.name, self.control)
 
     def plan(self, context: WorkContext) -> list[Proposal]:

@@ -44,12 +44,19 @@ def optimize(
     raise typer.Exit(run(chosen, folder, source=source, plain=plain).exit_code)
 
 
-def resume(run: RunName = "latest", plain: Plain = False) -> None:
-    """Go on with a run that was interrupted; finished steps are not repeated."""
+def resume(
+    run: RunName = "latest",
+    minutes: Annotated[
+        float | None, typer.Option(help="Give it so many more minutes: beyond its limit, or from now if that is spent.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Give it so many more rounds.")] = None,
+    plain: Plain = False,
+) -> None:
+    """Go on with a run that was interrupted, or give one more time; finished steps are not repeated."""
     folder = find_run(run)
     from specpilot.loop.run import resume as go_on
 
-    raise typer.Exit(go_on(folder, plain=plain).exit_code)
+    raise typer.Exit(go_on(folder, plain=plain, minutes=minutes, rounds=rounds).exit_code)
 
 
 def new_run_dir(wanted: Path | None, name: str) -> Path:

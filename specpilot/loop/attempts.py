@@ -9,6 +9,9 @@ from specpilot.loop.context import RunContext
 from specpilot.loop.records import Assessment
 from specpilot.loop.state import mechanism_of
 
+NOT_MEASURED = "not measured: the wall clock ran out"
+NOT_MERGED = "accepted, but not merged"
+"""Why an attempt was superseded without having been settled: a run that is given more time may propose it again."""
 _ORDER = list(AttemptState)
 _ENDED = {AttemptState.rejected, AttemptState.superseded, AttemptState.merged}
 _PATH = [

@@ -7,14 +7,57 @@ asks before it starts something new, keeps a reserve for the closing measurement
 
 from __future__ import annotations
 
+import math
 import time
+from typing import Any
 
 from specpilot.contracts import StopReason
 from specpilot.deployment import Budget
+from specpilot.errors import UsageError
 from specpilot.journal import Journal
 
 CLOSING_RESERVE_S = 150.0
 """Seconds kept back for the final four-way measurement and the report."""
+
+
+EXTENDED = "budget"
+"""Meta key of the limits that `specpilot resume --minutes | --rounds` set; they hold for every later resume, too."""
+
+
+def in_force(budget: Budget, journal: Journal) -> Budget:
+    """The deployment's budget with the limits that resumes have set since."""
+    return budget.model_copy(update=journal.get_meta(EXTENDED, {}))
+
+
+def extend(budget: Budget, journal: Journal, minutes: float | None, rounds: int | None) -> Budget:
+    """Gives the run `minutes` beyond its limit (from now, if that is spent) and `rounds` beyond its last; kept in the journal.
+
+    Minutes alone for a run whose last round the clock cut short are worth one round more.
+    Raises `UsageError` for what is no extension.
+    """
+    now = in_force(budget, journal)
+    limits: dict[str, Any] = dict(journal.get_meta(EXTENDED, {}))
+    if minutes is not None:
+        if not 0 < minutes <= 1_000_000 or not math.isfinite(minutes):
+            raise UsageError(f"--minutes {minutes:g} is no extension", "give the further minutes, above 0.")
+        if now.wall_clock_minutes is None:
+            raise UsageError("this run has no wall-clock limit", "leave --minutes out.")
+        used = float(journal.get_meta("elapsed_s", 0.0)) / 60.0
+        limits["wall_clock_minutes"] = max(now.wall_clock_minutes, used) + minutes
+    if rounds is not None:
+        if not 0 < rounds or now.rounds + rounds > 1000:
+            raise UsageError(f"--rounds {rounds} is no extension", "give the further rounds, 1 or more.")
+        limits["rounds"] = now.rounds + rounds
+    if minutes is None and rounds is None:
+        return now
+    last = f"r{now.rounds}/result"
+    if rounds is None and journal.finished(last) and journal.result(last)["stop"] == StopReason.budget_wall_clock:
+        limits["rounds"] = now.rounds + 1  # the last round was cut short: what it could not measure gets one of its own
+    journal.set_meta(EXTENDED, limits)
+    journal.set_meta("stop_reason", None)  # it is owed work again
+    extended = in_force(budget, journal)
+    journal.event("extended", {"wall_clock_minutes": extended.wall_clock_minutes, "rounds": extended.rounds})
+    return extended
 
 
 class BudgetClock:

@@ -13,7 +13,7 @@ from functools import partial
 from specpilot.agents import AgentError, ComponentGap, Proposal, WorkContext, Worker
 from specpilot.contracts import AttemptState, Candidate, Claim, GapTable, Reason
 from specpilot.journal import AttemptRow
-from specpilot.loop.attempts import advance, reject
+from specpilot.loop.attempts import NOT_MEASURED, NOT_MERGED, advance, reject
 from specpilot.loop.context import RunContext
 from specpilot.loop.learn import fingerprint, memory_hardware
 from specpilot.loop.records import Submitted, WorkerResult
@@ -65,13 +65,16 @@ def tried_mechanisms(context: RunContext, before_round: int) -> set[str]:
     """Mechanisms that earlier rounds settled: merged, refused by the gate, or surely no gain.
 
     One that merely showed no effect may be tried again on a faster engine: what it saves can have been hidden behind
-    a bottleneck that has been removed since.
+    a bottleneck that has been removed since. Nor is one settled on which the wall clock ran out.
     """
-    settled = [row for row in context.journal.attempts() if row.round < before_round and not _merely_null(row)]
+    settled = [row for row in context.journal.attempts() if row.round < before_round and not _open_still(row)]
     return {name for name in map(mechanism_of, settled) if name}
 
 
-def _merely_null(row: AttemptRow) -> bool:
+def _open_still(row: AttemptRow) -> bool:
+    """The clock ran out on it, or it merely showed no effect."""
+    if row.state is AttemptState.superseded and row.detail in (NOT_MEASURED, NOT_MERGED):
+        return True
     comparison = (row.data.get("assessment") or {}).get("comparison") or {}
     return row.reason is Reason.no_gain and comparison.get("decision") == "null"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from specpilot.agents import RecallWorker, WorkContext, Worker
 from specpilot.contracts import AttemptState, Candidate, StopReason
 from specpilot.loop.assess import assess
-from specpilot.loop.attempts import settle, supersede
+from specpilot.loop.attempts import NOT_MEASURED, NOT_MERGED, settle, supersede
 from specpilot.loop.context import RunContext
 from specpilot.loop.explore import explore, work_context
 from specpilot.loop.learn import learn
@@ -36,7 +36,7 @@ def run_round(context: RunContext, number: int, base: str, present: list[str]) -
     kept = {step.attempt_id for step in merged if step.merged}
     for candidate, assessment in assessed:
         if assessment.accepted and candidate.attempt_id not in kept:
-            supersede(context, candidate.attempt_id, "accepted, but not merged")
+            supersede(context, candidate.attempt_id, NOT_MERGED)
     learn(context, number, work, assessed)
     return context.journal.step(
         key,
@@ -90,7 +90,7 @@ def _assess_all(
         if not context.journal.finished(key) and stop is None:
             stop = context.budget.may_start(EXPECTED_ASSESS_S)
         if stop is not None and not context.journal.finished(key):
-            supersede(context, item.attempt_id, "not measured: the wall clock ran out")
+            supersede(context, item.attempt_id, NOT_MEASURED)
             continue
         context.say("phase", name=f"round {number}", detail=f"measuring {item.attempt_id}: {item.component}")
         assessment = assess(context, key, item.candidate, item.candidate.base_commit)

@@ -25,14 +25,14 @@ from specpilot.deployment import Deployment, parse_deployment
 from specpilot.errors import GateUnsoundError, InfrastructureError, RunFolderError, SpecPilotError, disk_full_named
 from specpilot.evidence import check_run, seal_file
 from specpilot.journal import Journal, ProcessRow
-from specpilot.loop.budget import BudgetClock
+from specpilot.loop.budget import BudgetClock, extend, in_force
 from specpilot.loop.context import RunContext
 from specpilot.loop.finish import finish
 from specpilot.loop.leave_one_out import leave_one_out
 from specpilot.loop.observe import observe
 from specpilot.loop.prepare import first_baselines, prepare
 from specpilot.loop.records import Prepared, RunMeta
-from specpilot.loop.rounds import run_round
+from specpilot.loop.rounds import EXPECTED_ASSESS_S, run_round
 from specpilot.loop.state import head_of, merged_mechanisms
 from specpilot.memory import MemoryStore
 from specpilot.models import ensure_models
@@ -98,12 +98,18 @@ def optimize(
         return _work(folder, journal, plain=plain)
 
 
-def resume(run_dir: Path, *, plain: bool = False) -> Outcome:
-    """Goes on with a run: no finished step is repeated. A run that had ended is finished again for free."""
+def resume(run_dir: Path, *, plain: bool = False, minutes: float | None = None, rounds: int | None = None) -> Outcome:
+    """Goes on with a run: no finished step is repeated. A run that had ended is finished again for free.
+
+    `minutes` and `rounds` give it more of each first (see `budget.extend`); what they set holds for later resumes, too.
+    """
     if not (run_dir / JOURNAL_NAME).exists():
         raise RunFolderError(f"{run_dir} holds no run", "`specpilot runs` lists them.")
     with RunLock(run_dir):
-        return _work(run_dir, Journal.open(run_dir / JOURNAL_NAME), plain=plain)
+        journal = Journal.open(run_dir / JOURNAL_NAME)
+        if minutes is not None or rounds is not None:
+            extend(_deployment(run_dir, journal.meta()).budget, journal, minutes, rounds)
+        return _work(run_dir, journal, plain=plain)
 
 
 @contextmanager
@@ -125,10 +131,16 @@ def open_run(run_dir: Path, *, plain: bool = True) -> Iterator[RunContext]:
         context.journal.close()
 
 
+def _deployment(run_dir: Path, meta: dict[str, Any]) -> Deployment:
+    """The deployment as it was when the run began."""
+    return parse_deployment(meta["deployment"], Path(meta["folder"]), str(run_dir / "deployment.yaml"))
+
+
 def _context(run_dir: Path, journal: Journal, *, plain: bool) -> RunContext:
     meta = journal.meta()
     run = RunMeta.model_validate(meta["run"])
-    deployment = parse_deployment(meta["deployment"], Path(meta["folder"]), str(run_dir / "deployment.yaml"))
+    deployment = _deployment(run_dir, meta)
+    deployment = deployment.model_copy(update={"budget": in_force(deployment.budget, journal)})
     session = int(meta.get("sessions", 0)) + 1
     journal.set_meta("sessions", session)
     return RunContext(
@@ -192,6 +204,9 @@ def _workflow(context: RunContext) -> Outcome:
         result = run_round(context, number, head, merged_mechanisms(context))
         head = result.head
         if result.stop is not None:
+            given_more = result.stop is StopReason.budget_wall_clock and not context.budget.may_start(EXPECTED_ASSESS_S)
+            if given_more:  # since that round ended: what it could not measure is proposed again
+                continue
             stop = result.stop
             break
     if context.deployment.budget.rounds == 0:

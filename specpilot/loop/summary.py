@@ -45,7 +45,7 @@ def report_data(context: RunContext) -> ReportData:
         created=context.meta.created,
         finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         summary=_summary(context),
-        stop_reason=str(meta.get("stop_reason", "")),
+        stop_reason=str(meta.get("stop_reason") or ""),
         elapsed_s=context.budget.elapsed_s(),
         limit_s=context.budget.limit_s,
         rounds=sum(1 for row in journal.steps() if row.key.endswith("/result") and row.finished),

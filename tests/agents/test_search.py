@@ -112,7 +112,7 @@ def test_a_killed_search_continues_as_if_nothing_happened(context, tmp_path):
             session.tell(trial, score(trial.values))
             trace.append((trial.arm, trial.values))
             if kill_every:
-                with (folder / f"search-{where.base_commit[:12]}.jsonl").open("ab") as file:
+                with (folder / f"search-{where.base_commit[:12]}-r{where.round}.jsonl").open("ab") as file:
                     file.write(b'{"ask": {"numb')  # torn by the kill
                 session = worker.open(where)
         return trace, session.best()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specpilot.contracts import AttemptState, StopReason
+from specpilot.deployment import Budget
 from specpilot.errors import DigestError, InfrastructureError, RunFolderError, RunLockedError, UsageError
 from specpilot.journal import Journal
 from specpilot.loop import budget
@@ -46,6 +47,66 @@ def test_wall_clock_ends_a_run_with_what_it_has(tmp_path: Path, monkeypatch: pyt
     journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
     assert [row.state for row in journal.attempts()] == [AttemptState.superseded]
     assert stop_reason(tmp_path / "run") == "budget-wall-clock"
+
+
+def test_a_spent_run_can_be_given_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the clock left unmeasured is proposed again; a third resume knows the new limits and repeats nothing."""
+    deployment = fake_setting(tmp_path, STOCK)
+    memory = f"sqlite:///{tmp_path / 'memory.sqlite'}"
+    with MemoryStore(memory, seed_folder=None) as store:
+        remember(store, "faster", patch_between(STOCK, replace(STOCK, round_s=0.001)))
+    with monkeypatch.context() as spent:
+        spent.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
+        assert optimize(deployment, tmp_path / "run", plain=True, memory=memory).stop is StopReason.budget_wall_clock
+    assert resume(tmp_path / "run", plain=True).stop is StopReason.budget_wall_clock, "without more there is no more"
+    assert resume(tmp_path / "run", plain=True, minutes=5).stop is StopReason.rounds_done
+    journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
+    assert [row.state for row in journal.attempts()] == [AttemptState.superseded, AttemptState.merged]
+    starts = {row.key: row.starts for row in journal.steps()}
+    journal.close()
+    assert resume(tmp_path / "run", plain=True).exit_code == 0
+    journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
+    assert {row.key: row.starts for row in journal.steps()} == starts
+    assert journal.get_meta(budget.EXTENDED) == {"wall_clock_minutes": 15.0, "rounds": 2}
+
+
+@pytest.mark.parametrize(
+    ("used_s", "minutes", "rounds", "limits"),
+    [
+        (300.0, 5.0, None, {"wall_clock_minutes": 20.0}),
+        (1080.0, 5.0, None, {"wall_clock_minutes": 23.0}),
+        (0.0, None, 2, {"rounds": 5}),
+        (0.0, 1.0, 1, {"wall_clock_minutes": 16.0, "rounds": 4}),
+    ],
+)
+def test_an_extension_counts_from_the_limit_or_from_now(
+    tmp_path: Path, used_s: float, minutes: float | None, rounds: int | None, limits: dict[str, float]
+) -> None:
+    journal = Journal.create(tmp_path / "journal.db", {"elapsed_s": used_s, "stop_reason": "rounds-done"})
+    own = Budget(rounds=3, wall_clock_minutes=15.0)
+    extended = budget.extend(own, journal, minutes, rounds)
+    assert journal.get_meta(budget.EXTENDED) == limits and journal.get_meta("stop_reason") is None
+    assert extended == budget.in_force(own, journal) == own.model_copy(update=limits)
+    twice = budget.extend(own, journal, None, 1)
+    assert twice.rounds == extended.rounds + 1 and twice.wall_clock_minutes == extended.wall_clock_minutes
+
+
+def test_a_cut_last_round_gets_another(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path / "journal.db", {})
+    journal.step("r3/result", lambda: {"stop": "budget-wall-clock"})
+    assert budget.extend(Budget(rounds=3, wall_clock_minutes=15.0), journal, 5.0, None).rounds == 4
+
+
+@pytest.mark.parametrize(
+    ("minutes", "rounds"), [(0.0, None), (-3.0, None), (float("nan"), None), (None, 0), (None, -1)]
+)
+def test_what_is_no_extension_is_refused(tmp_path: Path, minutes: float | None, rounds: int | None) -> None:
+    journal = Journal.create(tmp_path / "journal.db", {"stop_reason": "rounds-done"})
+    with pytest.raises(UsageError, match="no extension"):
+        budget.extend(Budget(), journal, minutes, rounds)
+    with pytest.raises(UsageError, match="no wall-clock limit"):
+        budget.extend(Budget(wall_clock_minutes=None), journal, 5.0, None)
+    assert journal.get_meta("stop_reason") == "rounds-done" and journal.get_meta(budget.EXTENDED) is None
 
 
 def test_infrastructure_failure_is_said_so(tmp_path: Path) -> None:
