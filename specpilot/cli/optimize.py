@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from specpilot.check import check
 from specpilot.cli.options import DeploymentName, Overrides, Plain, RunName, load
 from specpilot.errors import RunFolderError, RunLockedError
 from specpilot.paths import JOURNAL_NAME, find_run, runs_dir
@@ -38,6 +39,7 @@ def optimize(
     if rounds is not None:
         overrides.append(f"budget.rounds={rounds}")
     chosen, source = load(deployment, overrides)
+    check(chosen)
     folder = new_run_dir(run_dir, chosen.name)
     from specpilot.loop.run import optimize as run
 
