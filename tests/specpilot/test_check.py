@@ -103,6 +103,22 @@ def test_a_target_that_is_not_here_yet_is_not_asked_for(
         check(load_deployment(bundled, ["drafter.sha256=" + "ab" * 32]))
 
 
+def test_a_fetched_target_with_another_digest_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file was fetched before and gave other weights: the pin is wrong, and that is known without fetching."""
+    monkeypatch.setenv("SPECPILOT_HOME", str(tmp_path))
+    bundled = ROOT / "deployments/cpu_c1_smollm2-135m_dflash/deployment.yaml"
+    source = load_deployment(bundled).target.source
+    assert source is not None
+    made = tmp_path / "models/smollm2-135m-instruct.q4-1-7ef915c9bf9d"
+    made.mkdir(parents=True)
+    stamp = {"wheel": source.wheel, "member": source.member, "sha256": "cd" * 32}
+    (made / ".specpilot.json").write_text(json.dumps(stamp))
+    with pytest.raises(DigestError, match=f"{made}: SHA-256 is cdcd.* pins abab"):
+        check(load_deployment(bundled, ["target.sha256=" + "ab" * 32]))
+    (made / ".specpilot.json").write_text(json.dumps(stamp | {"wheel": "another==1"}))
+    check(load_deployment(bundled, ["target.sha256=" + "ab" * 32]))
+
+
 def test_the_type_of_most_bytes(tmp_path: Path) -> None:
     assert weights_dtype(tmp_path) is None
     safetensors(tmp_path / "a.safetensors", w=("F16", 100), b=("F32", 40))
