@@ -25,7 +25,7 @@ class RecallWorker:
     notes: list[str] = field(default_factory=list)
 
     def plan(self, context: WorkContext) -> list[Proposal]:
-        """At most `context.max_proposals` replays, best first; each is entered in the memory as recalled."""
+        """At most `context.max_proposals` replays, best first. Those that become attempts are for `enter`."""
         self.notes = []
         proposals: list[Proposal] = []
         for item in self.store.assess(query_of(context)):
@@ -41,13 +41,12 @@ class RecallWorker:
                 )
             else:
                 proposals.append(self._proposal(item))
-        for proposal in proposals:
-            self.store.record_recall(context.run_id, str(proposal.mechanism), tried=False, accepted=False)
         return proposals
 
-    def settle(self, run_id: str, mechanism: str, *, accepted: bool, ratio: float | None = None) -> None:
-        """Tell the memory what came of a replay (a does-not-apply is a tried one)."""
-        self.store.record_recall(run_id, mechanism, tried=True, accepted=accepted, ratio=ratio)
+    def enter(self, run_id: str, proposals: list[Proposal]) -> None:
+        """Tell the memory which proposals became attempts: a mechanism counts as recalled once per run, however often."""
+        for proposal in proposals:
+            self.store.record_recall(run_id, str(proposal.mechanism), tried=False, accepted=False)
 
     def _proposal(self, item: Recalled) -> Proposal:
         mechanism = item.stored.mechanism

@@ -248,7 +248,8 @@ class Stats(_Record):
         if not self.recalled:
             return "nothing was recalled yet"
         gain = "" if self.accepted_ratio is None else f", {self.accepted_ratio:.2f}x on average when accepted"
-        return f"recalled {self.recalled} times, tried {self.tried}, accepted {self.accepted}{gain}"
+        counts = f"recalled {self.recalled}, tried {self.tried}, accepted {self.accepted}{gain}"
+        return f"{counts} (over all runs, a mechanism once per run)"
 
 
 def as_json(record: BaseModel) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from specpilot.agents import AgentError, ComponentGap, Proposal, WorkContext, Worker
+from specpilot.agents import AgentError, ComponentGap, Proposal, RecallWorker, WorkContext, Worker
 from specpilot.contracts import AttemptState, Candidate, Claim, GapTable, Reason
 from specpilot.journal import AttemptRow
 from specpilot.loop.attempts import NOT_MEASURED, NOT_MERGED, advance, reject
@@ -101,6 +101,8 @@ def explore(context: RunContext, number: int, workers: list[Worker], work: WorkC
 
 def _one_worker(context: RunContext, number: int, worker: Worker, work: WorkContext) -> WorkerResult:
     proposals, later = worth_now(worker.plan(work))
+    if isinstance(worker, RecallWorker):
+        worker.enter(work.run_id, proposals)
     with ThreadPoolExecutor(max_workers=context.deployment.agents.workers) as pool:
         attempts = list(
             pool.map(

@@ -38,7 +38,7 @@ def learn(context: RunContext, number: int, work: WorkContext, results: list[tup
     """Writes every outcome of a round to memory. Safe to repeat: an effect is stored once."""
     for candidate, assessment in results:
         replayed = candidate.claim.mechanism
-        if replayed:
+        if replayed and candidate.worker == "recall":
             ratio = assessment.comparison.ratio if assessment.comparison and assessment.accepted else None
             context.memory.record_recall(
                 context.meta.run_id, replayed, tried=True, accepted=assessment.accepted, ratio=ratio

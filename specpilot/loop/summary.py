@@ -102,18 +102,22 @@ def gap_tables(context: RunContext) -> list[GapTable]:
 
 
 def memory_use(rows: list[AttemptRow], steps: list[Step]) -> MemoryUse:
-    """How much recall helped this run, counted from the attempts alone."""
+    """How much recall helped this run, by the attempts alone. As in the memory, a mechanism counts once, whatever rounds tried it."""
     recalled = [row for row in rows if row.worker == "recall"]
-    accepted = [row for row in recalled if (row.data.get("assessment") or {}).get("accepted")]
+
+    def names(rows: list[AttemptRow]) -> int:
+        return len({mechanism_of(row) or row.id for row in rows})
+
+    assessed = [row for row in recalled if row.data.get("assessment")]
     merged = {row.id for row in recalled if row.state is AttemptState.merged}
     gain = 1.0
     for step in steps:
         gain *= step.gain if step.attempt_id in merged else 1.0
     return MemoryUse(
-        recalled=len(recalled),
-        tried=sum(1 for row in recalled if row.data.get("assessment")),
-        accepted=len(accepted),
-        merged=len(merged),
+        recalled=names(recalled),
+        tried=names(assessed),
+        accepted=names([row for row in assessed if row.data["assessment"].get("accepted")]),
+        merged=names([row for row in recalled if row.id in merged]),
         gain=gain if merged else None,
         mechanisms=[step.name for step in steps if step.attempt_id in merged],
         learned=sum(1 for r in rows if r.worker != WORKER and (r.data.get("assessment") or {}).get("comparison")),

@@ -133,7 +133,7 @@ class MemoryUse(Part):
     """What memory gave to this run and what it learned from it."""
 
     recalled: int = 0
-    """Mechanisms that recall proposed."""
+    """Mechanisms that recall proposed and that became attempts; each once, whatever rounds tried it."""
     tried: int = 0
     accepted: int = 0
     merged: int = 0

@@ -114,7 +114,7 @@ def facts(data: ReportData) -> list[str]:
     if data.memory.recalled or data.memory.learned:
         helped = f", together {data.memory.gain:.2f}x" if data.memory.gain else ""
         lines.append(
-            f"memory   {data.memory.recalled} recalled, {data.memory.merged} merged{helped}; {data.memory.learned} effects learned"
+            f"memory   {data.memory.recalled} mechanisms recalled, {data.memory.tried} tried, {data.memory.merged} merged{helped}; {data.memory.learned} effects learned"
         )
     used = clock(data.elapsed_s) if data.elapsed_s is not None else "-"
     limit = f" of {clock(data.limit_s)}" if data.limit_s else ""

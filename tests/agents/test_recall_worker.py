@@ -80,9 +80,11 @@ def test_how_often_recall_helped(store, add, context):
     for name in ("a", "b", "c"):
         add(name)
     worker = RecallWorker(store)
-    worker.plan(context())
-    worker.settle("run-1", "a", accepted=True, ratio=1.5)
-    worker.settle("run-1", "b", accepted=False, ratio=0.99)
-    worker.plan(context())
+    proposals = worker.plan(context())
+    assert store.stats().recalled == 0, "a proposal that waits for a later round is no recall"
+    worker.enter("run-1", proposals)
+    store.record_recall("run-1", "a", tried=True, accepted=True, ratio=1.5)
+    store.record_recall("run-1", "b", tried=True, accepted=False, ratio=0.99)
+    worker.enter("run-1", worker.plan(context()))
     stats = store.stats()
     assert (stats.recalled, stats.tried, stats.accepted) == (3, 2, 1)

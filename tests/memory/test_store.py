@@ -95,7 +95,10 @@ def test_recall_outcomes_are_counted_once_per_run(store, mechanism):
     stats = store.stats()
     assert (stats.recalled, stats.tried, stats.accepted) == (3, 3, 2)
     assert stats.accepted_ratio == pytest.approx(4.0)
-    assert stats.helped == "recalled 3 times, tried 3, accepted 2, 4.00x on average when accepted"
+    assert (
+        stats.helped
+        == "recalled 3, tried 3, accepted 2, 4.00x on average when accepted (over all runs, a mechanism once per run)"
+    )
 
 
 @pytest.mark.parametrize("has_fts", [True, False])

@@ -68,12 +68,13 @@ def test_measured_gain_is_the_planted_one(ended: Path) -> None:
 def test_memory_holds_what_was_found(ended: Path) -> None:
     with open_run(ended) as context:
         found = {item.mechanism.name: item for item in context.memory.mechanisms()}
-        stats = context.memory.stats()
+        stats, told = context.memory.stats(), report_data(context).memory
     assert found["half-the-round"].status == "verified"
     assert found["half-the-round"].effects[0].ratio > 1.4
     assert found["slower"].effects[0].reason == "no-gain"
     assert found["lossy"].effects[0].reason == "token-mismatch"
     assert (stats.recalled, stats.tried, stats.accepted) == (4, 3, 1)
+    assert (told.recalled, told.tried, told.accepted) == (4, 3, 1), "report and memory count alike"
 
 
 def test_resuming_an_ended_run_repeats_nothing(ended: Path) -> None:
