@@ -6,11 +6,18 @@ Fields that other records already have keep their names, and unknown fields are 
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from specpilot.contracts import Calibration, Comparison, GapTable, Verdict
+
+NOISY_SD = 0.10
+"""Standard deviation of one A/A pair's log-ratio above which a session is called noisy."""
+NOISY_SHARE = 0.5
+"""Half of an interval, over the effect, both in logarithms: above this the interval says little about the size."""
 
 
 class Part(BaseModel):
@@ -126,6 +133,8 @@ class SelfTest(Part):
     null_low: float | None = None
     null_high: float | None = None
     null_decision: str = ""
+    null_pairs: list[float] = Field(default_factory=list)
+    """Ratios of the unchanged engine over itself, one per pair."""
     seconds: float | None = None
 
 
@@ -224,6 +233,60 @@ class ReportData(Part):
         return None if total is None else total.ratio / self.explained
 
     @property
+    def noise(self) -> str:
+        """What a reader must know of a noisy session, with the figures that it rests on; empty for a quiet one.
+
+        Noisy: one A/A pair's log-ratio has a standard deviation above `NOISY_SD`, or the interval of final over stock is
+        wider, to one side, than `NOISY_SHARE` of the effect (in logarithms).
+        """
+        told = []
+        logs = [math.log(pair) for pair in (self.self_test.null_pairs if self.self_test else []) if pair > 0]
+        sd = statistics.stdev(logs) if len(logs) > 1 else 0.0
+        if sd > NOISY_SD:
+            told.append(
+                f"the unchanged engine against itself wandered by {math.expm1(sd):.0%} from pair to pair "
+                f"(one standard deviation of {len(logs)} pairs)"
+            )
+        total = self.ratio("final", "stock")
+        if total is not None and _wide(total):
+            told.append(
+                f"final over stock, {total.ratio:.2f}x, is only known to lie between {total.low:.2f} and {total.high:.2f}"
+            )
+        return "; ".join(told) + ": run it again on a quieter machine for closer figures" if told else ""
+
+    @property
+    def roofs(self) -> list[str]:
+        """Which roof each share of the bound refers to, one sentence each."""
+        after, before = self.gaps_after, self.gaps_before
+        began = _roof(before.hardware if before else self.hardware)
+        measured = "read from a datasheet" if self.hardware.get("source") == "datasheet" else "measured"
+        if after is None or _roof(after.hardware) == began:
+            return [f"The roof, {began}, was {measured} once; every share of a bound refers to it."] if began else []
+        best = (self.hardware.get("best") or {}).get("read_gbs")
+        burst = f" (its best single pass read {best:.1f} GB/s, and bounds nothing here)" if best else ""
+        return [
+            f"The roof drawn, {_roof(after.hardware)}, was {measured} just before and after the final engine's profile: the "
+            "share of the bound at the top, the upright marks and the last table refer to it.",
+            f"The roof when the run began was {began}{burst}: the rounds' own gap tables, and the stock engine's bound, "
+            "refer to that one.",
+        ]
+
+    @property
     def share_of_bound(self) -> float | None:
         """Share of the attainable speed that the final engine reaches, by the cost model."""
         return None if self.gaps_after is None else self.gaps_after.share_of_bound
+
+
+def _wide(total: Ratio) -> bool:
+    if not 0 < total.low <= total.high < math.inf:
+        return True
+    return math.log(total.high / total.low) / 2 > NOISY_SHARE * abs(math.log(total.ratio))
+
+
+def _roof(hardware: dict[str, Any]) -> str:
+    """Bandwidth and peak of a machine in words; empty where they are not known."""
+    peaks = hardware.get("peak_gflops") or {}
+    kind = "bfloat16" if hardware.get("kind") == "gpu" and "bfloat16" in peaks else "float32"
+    if not hardware.get("bandwidth_gbs") or kind not in peaks:
+        return ""
+    return f"{hardware['bandwidth_gbs']:.1f} GB/s and {peaks[kind]:.0f} GFLOP/s"

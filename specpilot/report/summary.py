@@ -43,7 +43,9 @@ def headline(data: ReportData) -> list[str]:
     if not lines:
         lines.append("no closing measurement: the run ended before it")
     if data.share_of_bound:
-        lines.append(f"         {data.share_of_bound:.0%} of the bound that the cost model gives for this machine")
+        lines.append(
+            f"         {data.share_of_bound:.0%} of the bound for this machine, by the roof measured around it"
+        )
     return lines
 
 
@@ -116,6 +118,8 @@ def facts(data: ReportData) -> list[str]:
         lines.append(
             f"memory   {data.memory.recalled} mechanisms recalled, {data.memory.tried} tried, {data.memory.merged} merged{helped}; {data.memory.learned} effects learned"
         )
+    if data.noise:
+        lines.append(f"noise    {data.noise}")
     used = clock(data.elapsed_s) if data.elapsed_s is not None else "-"
     limit = f" of {clock(data.limit_s)}" if data.limit_s else ""
     lines.append(f"stopped  {data.stop_reason or 'unknown'} after {used}{limit}")
