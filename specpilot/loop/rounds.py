@@ -6,6 +6,7 @@ from specpilot.agents import RecallWorker, WorkContext, Worker
 from specpilot.contracts import AttemptState, Candidate, StopReason
 from specpilot.loop.assess import assess
 from specpilot.loop.attempts import NOT_MEASURED, NOT_MERGED, settle, supersede
+from specpilot.loop.budget import EXPECTED_ASSESS_S
 from specpilot.loop.context import RunContext
 from specpilot.loop.explore import explore, work_context
 from specpilot.loop.learn import learn
@@ -14,7 +15,6 @@ from specpilot.loop.observe import observe
 from specpilot.loop.records import Assessment, RoundResult, Submitted
 from specpilot.loop.tune import tune
 
-EXPECTED_ASSESS_S = 60.0
 HEADROOM = 1.03
 """Below this ratio of round time to bound there is nothing left that a round could pay for."""
 

@@ -25,14 +25,14 @@ from specpilot.deployment import Deployment, parse_deployment
 from specpilot.errors import GateUnsoundError, InfrastructureError, RunFolderError, SpecPilotError, disk_full_named
 from specpilot.evidence import check_run, seal_file
 from specpilot.journal import Journal, ProcessRow
-from specpilot.loop.budget import BudgetClock, extend, in_force
+from specpilot.loop.budget import EXPECTED_ASSESS_S, BudgetClock, extend, in_force
 from specpilot.loop.context import RunContext
 from specpilot.loop.finish import finish
 from specpilot.loop.leave_one_out import leave_one_out
 from specpilot.loop.observe import observe
 from specpilot.loop.prepare import first_baselines, prepare
 from specpilot.loop.records import Prepared, RunMeta
-from specpilot.loop.rounds import EXPECTED_ASSESS_S, run_round
+from specpilot.loop.rounds import run_round
 from specpilot.loop.state import head_of, merged_mechanisms
 from specpilot.memory import MemoryStore
 from specpilot.models import ensure_models

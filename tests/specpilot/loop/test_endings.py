@@ -104,6 +104,9 @@ def test_what_is_no_extension_is_refused(tmp_path: Path, minutes: float | None, 
     journal = Journal.create(tmp_path / "journal.db", {"stop_reason": "rounds-done"})
     with pytest.raises(UsageError, match="no extension"):
         budget.extend(Budget(), journal, minutes, rounds)
+    journal.set_meta("elapsed_s", 1000.0)
+    with pytest.raises(UsageError, match="too little: .* about 3.5"):
+        budget.extend(Budget(), journal, 3.0, None)
     with pytest.raises(UsageError, match="no wall-clock limit"):
         budget.extend(Budget(wall_clock_minutes=None), journal, 5.0, None)
     assert journal.get_meta("stop_reason") == "rounds-done" and journal.get_meta(budget.EXTENDED) is None
