@@ -59,7 +59,7 @@ def _submitted(context: RunContext, number: int, work: WorkContext) -> list[Subm
     found = explore(context, number, workers, work)
     found += waiting_outsiders(context, work.base_commit)
     if agents.search.enabled and number == context.deployment.budget.rounds:
-        found += tune(context, number, work)
+        found += tune(context, number, work, waiting=sum(item.candidate is not None for item in found))
     return found
 
 

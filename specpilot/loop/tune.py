@@ -16,6 +16,7 @@ from specpilot.evaluation.legs import decode_rate, require_full, run_leg
 from specpilot.evaluation.server import EngineServer
 from specpilot.evidence import seal_file
 from specpilot.loop.assess import patiently
+from specpilot.loop.budget import EXPECTED_ASSESS_S
 from specpilot.loop.context import RunContext
 from specpilot.loop.explore import submit
 from specpilot.loop.records import Submitted, WorkerResult
@@ -24,17 +25,21 @@ SCREENING_PROMPTS = 2
 EXPECTED_TRIAL_S = 15.0
 
 
-def tune(context: RunContext, number: int, work: WorkContext) -> list[Submitted]:
-    """Runs the search for this base, once; at most one candidate comes out."""
+def tune(context: RunContext, number: int, work: WorkContext, waiting: int = 0) -> list[Submitted]:
+    """Runs the search for this base, once; at most one candidate comes out.
+
+    `waiting`: candidates of this round that are still to be measured. Trials end while there is time for these and for
+    the search's own: what memory knows to help must not go unmeasured because knobs were screened before it.
+    """
     result: WorkerResult = context.journal.step(
-        f"r{number}/worker/search", lambda: _search(context, number, work), model=WorkerResult
+        f"r{number}/worker/search", lambda: _search(context, number, work, waiting), model=WorkerResult
     )
     if result.note:
         context.say("note", level="info", text=f"search: {result.note}")
     return result.attempts
 
 
-def _search(context: RunContext, number: int, work: WorkContext) -> WorkerResult:
+def _search(context: RunContext, number: int, work: WorkContext, waiting: int) -> WorkerResult:
     settings = context.deployment.agents.search
     worker = SearchWorker(trials=settings.trials, control=settings.control)
     session = worker.open(work)
@@ -43,7 +48,8 @@ def _search(context: RunContext, number: int, work: WorkContext) -> WorkerResult
     key = f"r{number}-search"
     with context.engine(work.base_commit, "final", f"{key}-base") as base:
         base.freeze()
-        while context.budget.may_start(EXPECTED_TRIAL_S) is None and (trial := session.ask()) is not None:
+        kept_s = EXPECTED_ASSESS_S * (waiting + 1)
+        while context.budget.may_start(EXPECTED_TRIAL_S + kept_s) is None and (trial := session.ask()) is not None:
             ratio = patiently(context, key, partial(_screen, context, key, base, work, trial))
             session.tell(trial, ratio)
             context.say("trial", worker="search", arm=trial.arm, values=trial.values, ratio=ratio)
