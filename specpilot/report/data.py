@@ -237,7 +237,7 @@ class ReportData(Part):
         """What a reader must know of a noisy session, with the figures that it rests on; empty for a quiet one.
 
         Noisy: one A/A pair's log-ratio has a standard deviation above `NOISY_SD`, or the interval of final over stock is
-        wider, to one side, than `NOISY_SHARE` of the effect (in logarithms).
+        wider, to one side, than both that and `NOISY_SHARE` of the effect (in logarithms).
         """
         told = []
         logs = [math.log(pair) for pair in (self.self_test.null_pairs if self.self_test else []) if pair > 0]
@@ -280,7 +280,7 @@ class ReportData(Part):
 def _wide(total: Ratio) -> bool:
     if not 0 < total.low <= total.high < math.inf:
         return True
-    return math.log(total.high / total.low) / 2 > NOISY_SHARE * abs(math.log(total.ratio))
+    return math.log(total.high / total.low) / 2 > max(NOISY_SD, NOISY_SHARE * abs(math.log(total.ratio)))
 
 
 def _roof(hardware: dict[str, Any]) -> str:

@@ -58,7 +58,9 @@ def test_a_spent_run_can_be_given_more(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as spent:
         spent.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
         assert optimize(deployment, tmp_path / "run", plain=True, memory=memory).stop is StopReason.budget_wall_clock
-    assert resume(tmp_path / "run", plain=True).stop is StopReason.budget_wall_clock, "without more there is no more"
+        assert resume(tmp_path / "run", plain=True).stop is StopReason.budget_wall_clock, (
+            "without more there is no more"
+        )
     assert resume(tmp_path / "run", plain=True, minutes=5).stop is StopReason.rounds_done
     journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
     assert [row.state for row in journal.attempts()] == [AttemptState.superseded, AttemptState.merged]

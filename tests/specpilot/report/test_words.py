@@ -25,6 +25,7 @@ def noisy(low: float, high: float, pairs: list[float], ratio: float = 3.88) -> R
 def test_a_quiet_session_is_not_mentioned() -> None:
     assert noisy(3.11, 3.86, [1.01, 0.98, 1.0, 1.03], 3.46).noise == ""
     assert report_data().noise == ""
+    assert noisy(0.95, 1.08, [], 1.01).noise == "", "a narrow interval around no effect"
     assert "noisy" not in render_report(report_data())
 
 
