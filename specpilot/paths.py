@@ -1,10 +1,12 @@
 """Where SpecPilot keeps what it makes: one home folder, nothing anywhere else.
 
-The functions only compute paths; whoever writes creates the folder. May import errors only.
+The functions only compute paths, but for `register_run`; whoever writes creates the folder. May import errors only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -53,13 +55,49 @@ def memory_url() -> str:
     return os.environ.get("SPECPILOT_MEMORY_URL") or f"sqlite:///{home() / 'memory.db'}"
 
 
-def all_runs() -> list[Path]:
-    """Run folders under `runs_dir()`, oldest first (by the time their journal was created)."""
-    root = runs_dir()
-    if not root.is_dir():
+def run_index() -> Path:
+    """File that names the runs kept elsewhere (`optimize --run-dir`): one JSON string, an absolute path, a line."""
+    return home() / "runs-elsewhere.jsonl"
+
+
+def register_run(folder: Path) -> None:
+    """Note a run folder that does not lie in `runs_dir()`, so that `runs` and `latest` know it. Appends at most one line."""
+    folder = folder.resolve()
+    if folder.parent == runs_dir().resolve() or folder in _elsewhere():
+        return
+    run_index().parent.mkdir(parents=True, exist_ok=True)
+    with run_index().open("a", encoding="utf-8") as file:
+        file.write(json.dumps(str(folder)) + "\n")
+
+
+def _elsewhere() -> list[Path]:
+    """What the index names, in order, each once; lines that cannot be read are passed over."""
+    try:
+        lines = run_index().read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
         return []
-    found = [folder for folder in root.iterdir() if (folder / JOURNAL_NAME).is_file()]
+    found: dict[Path, None] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, str) and Path(value).is_absolute():
+                found[Path(value)] = None
+    return list(found)
+
+
+def all_runs() -> list[Path]:
+    """Run folders under `runs_dir()` and those registered elsewhere that are still there, oldest first (by the folders' times)."""
+    root = runs_dir()
+    folders = [*(root.iterdir() if root.is_dir() else ()), *_elsewhere()]
+    found = [folder for folder in folders if _holds_run(folder)]
     return sorted(found, key=lambda folder: (folder.stat().st_ctime, folder.name))
+
+
+def _holds_run(folder: Path) -> bool:
+    try:
+        return (folder / JOURNAL_NAME).is_file()
+    except OSError:  # a disk that is gone, a folder of somebody else's
+        return False
 
 
 def find_run(name: str) -> Path:

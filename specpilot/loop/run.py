@@ -36,7 +36,7 @@ from specpilot.loop.rounds import run_round
 from specpilot.loop.state import head_of, merged_mechanisms
 from specpilot.memory import MemoryStore
 from specpilot.models import ensure_models
-from specpilot.paths import JOURNAL_NAME, memory_url, runs_dir
+from specpilot.paths import JOURNAL_NAME, home, memory_url, register_run, runs_dir
 from specpilot.report.view import RunView
 from specpilot.run_lock import RunLock
 from specpilot.workspace import Workspace
@@ -92,6 +92,8 @@ def optimize(
             memory_url=memory or memory_url(),
         )
         values = {"run": meta.model_dump(), "deployment": deployment.to_yaml(), "folder": str(deployment.folder)}
+        with disk_full_named(home()):
+            register_run(folder)
         journal = Journal.create(folder / JOURNAL_NAME, values)
         with disk_full_named(folder):
             (folder / "deployment.yaml").write_text(deployment.to_yaml(), encoding="utf-8")

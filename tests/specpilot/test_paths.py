@@ -64,3 +64,29 @@ def test_bad_run_names_say_why(tmp_path: Path) -> None:
         paths.find_run("nope")
     with pytest.raises(RunFolderError, match="not a run folder"):
         paths.find_run(str(tmp_path))
+
+
+def test_runs_kept_elsewhere_are_known(tmp_path: Path) -> None:
+    inside = make_run("20260101-inside", age=50)
+    here, gone, awkward = tmp_path / "here", tmp_path / "gone", tmp_path / 'a "name"\nof two lines'
+    for folder in (here, gone, awkward, inside):
+        folder.mkdir(exist_ok=True)
+        (folder / paths.JOURNAL_NAME).touch()
+        paths.register_run(folder)
+        paths.register_run(folder)
+    assert len(paths.run_index().read_text().splitlines()) == 3, "each once, and none that lies in the home anyway"
+    assert set(paths.all_runs()) == {inside, here, gone, awkward}
+    os.utime(here / paths.JOURNAL_NAME, (3_000_000_000, 3_000_000_000))
+    assert paths.find_run("latest") == here == paths.find_run("here")
+    (gone / paths.JOURNAL_NAME).unlink()
+    gone.rmdir()
+    with paths.run_index().open("ab") as file:
+        file.write(b'"relative"\n{}\n\xff\n"cut off in the mid')
+    assert set(paths.all_runs()) == {inside, here, awkward}
+    with pytest.raises(RunFolderError, match="no run named 'gone'"):
+        paths.find_run("gone")
+
+
+def test_an_index_that_cannot_be_read_is_passed_over() -> None:
+    paths.run_index().mkdir(parents=True)
+    assert paths.all_runs() == []
