@@ -15,8 +15,9 @@ _LIMIT_STYLE = {"bandwidth": "cyan", "compute": "magenta", "launch": "yellow"}
 def rich_table(table: GapTable, *, title: str | None = None) -> RenderableType:
     """The gap table for the terminal; measured columns are left out where nothing was measured."""
     measured = table.round_ms > 0 and any(row.measured_ms for row in table.rows)
-    grid = Table(header_style="bold", pad_edge=False, box=None)
-    grid.add_column("component", no_wrap=True)
+    # One blank between columns: with the components' usual names the table is 78 wide, and so fits a plain terminal.
+    grid = Table(header_style="bold", pad_edge=False, box=None, padding=(0, 1, 0, 0))
+    grid.add_column("component", overflow="fold", min_width=9)
     if measured:
         grid.add_column("ms", justify="right", no_wrap=True)
     grid.add_column("bound ms", justify="right", no_wrap=True)

@@ -94,7 +94,8 @@ def test_wrong_arguments_end_with_one_message(deployment, capsys, arguments, wor
     assert words in error and "Traceback" not in error
 
 
-def test_profiles_of_a_run(home, capsys):
+def test_profiles_of_a_run(home, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     folder = home / "run"
     journal = Journal.create(folder / JOURNAL_NAME, {})
     journal.step("r1/observe", lambda: gaps(BEFORE, "1f0c9d2e7788"))
@@ -104,6 +105,7 @@ def test_profiles_of_a_run(home, capsys):
     text = capsys.readouterr().out
     for words in ("r1/observe (1f0c9d2e7788)", "final/e9034ab111/gaps", "29.500", "8.600", "of the bound"):
         assert words in text, words
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80, "no column is cut, in 80 columns"
     assert run("--run", str(folder), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["r1/observe", "final/e9034ab111/gaps"]
