@@ -38,15 +38,24 @@ def write(path: Path, items: list[StoredMechanism]) -> None:
 def read(path: Path) -> list[StoredMechanism]:
     """The mechanisms in a file that `write` made.
 
-    Raises TamperedError when the content does not match its checksum, InvalidMechanismError when it is another
-    kind of file, SchemaTooNewError when a newer SpecPilot wrote it.
+    Raises TamperedError when the content does not match its checksum, InvalidMechanismError when there is none or it is
+    another kind of file, SchemaTooNewError when a newer SpecPilot wrote it.
     """
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise InvalidMechanismError(
+            f"{path} is no file that can be imported: {error.strerror}",
+            "give a file written by 'specpilot memory export'",
+        ) from error
     except OSError as error:
         raise StoreUnavailableError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        document: Any = json.loads(data)
     except ValueError as error:
-        raise TamperedError(f"{path} is damaged: {error}", "export it again") from error
+        if FORMAT.encode() in data:
+            raise TamperedError(f"{path} is damaged: {error}", "export it again") from error
+        document = None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidMechanismError(
             f"{path} is not a memory export", "give a file written by 'specpilot memory export'"

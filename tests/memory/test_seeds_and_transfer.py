@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 import yaml
 
-from specpilot.memory import MemoryStore, SchemaTooNewError, SeedError, StoreUnavailableError, TamperedError
+from specpilot.memory import MemoryStore, SchemaTooNewError, SeedError, StoreUnavailableError, TamperedError, transfer
 from specpilot.memory.errors import InvalidMechanismError
 from specpilot.memory.seeding import SEED_FOLDER, read_seeds, write_evidence
 
@@ -175,3 +175,24 @@ def test_full_disk_leaves_the_old_export(exported, store):
     with pytest.raises(StoreUnavailableError, match="No space left"):
         store.export(exported)
     assert exported.read_bytes() == before and not part.is_symlink()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"\x00\xff\xfe", b"[1, 2]", b'{"format": "other"}', b"SQLite format 3\x00"]
+)
+def test_what_is_no_export_is_wrong_use(tmp_path, content):
+    path = tmp_path / "f.json"
+    path.write_bytes(content)
+    for wrong in (path, tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InvalidMechanismError) as caught:
+            transfer.read(wrong)
+        assert caught.value.exit_code == 2 and str(wrong) in caught.value.message
+
+
+def test_a_cut_export_is_tampered_with(tmp_path):
+    path = tmp_path / "f.json"
+    transfer.write(path, [])
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(TamperedError) as caught:
+        transfer.read(path)
+    assert caught.value.exit_code == 8
