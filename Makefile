@@ -28,8 +28,10 @@ help:
 # Stamps: a second call does nothing unless pyproject.toml changed.
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; install one, or: make PYTHON=/path/to/python" >&2; exit 3; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "error: $(PYTHON) is older than Python 3.11; give another: make PYTHON=/path/to/python" >&2; exit 3; }
+	@command -v "$(PYTHON)" >/dev/null 2>&1 && test ! -d "$(PYTHON)" \
+		|| { echo "error: $(PYTHON) is not a program; give another: make PYTHON=/path/to/python" >&2; exit 3; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+		|| { echo "error: $(PYTHON) is not Python 3.11 or newer; give another: make PYTHON=/path/to/python" >&2; exit 3; }
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
 	elif $(PYTHON) -c 'import pip' 2>/dev/null; then \
 		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; \

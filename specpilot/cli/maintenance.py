@@ -39,7 +39,7 @@ def gc(
     apply: Annotated[bool, typer.Option("--apply", help="Remove them; without it they are only listed.")] = False,
     older_than: Annotated[
         float | None,
-        typer.Option(metavar="DAYS", help="Also whole runs that ended so long ago and have no open attempt."),
+        typer.Option(metavar="DAYS", min=0.0, help="Also whole runs that ended so long ago and have no open attempt."),
     ] = None,
 ) -> None:
     """List (or remove) leftover processes, worktrees of ended runs, and half-made downloads.
