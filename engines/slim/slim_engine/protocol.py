@@ -136,7 +136,7 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | list[int] | list[str]
     max_tokens: int | None = Field(16, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=20, strict=True)
     echo: bool = False
     best_of: int | None = 1
     suffix: str | None = None
@@ -166,6 +166,8 @@ class ChatBody(OpenAIBody):
     def _plain(self) -> ChatBody:
         if self.tools or self.functions or (self.response_format or {"type": "text"}).get("type") != "text":
             raise ValueError("tools, functions and response_format other than text are not supported")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
         for message in self.messages:
             if not isinstance(message.get("role"), str):
                 raise ValueError("every message needs a role")

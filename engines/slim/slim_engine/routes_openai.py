@@ -15,6 +15,7 @@ from slim_engine.protocol import ChatBody, CompletionBody, OpenAIBody, openai_fi
 from slim_engine.request import LogprobOptions, TokenLogprob
 from slim_engine.routes_native import sse
 from slim_engine.service import Generation, Service
+from slim_engine.text import Detokenizer
 
 Choice = Callable[[str, Sequence[TokenLogprob], str | None], dict[str, Any]]
 
@@ -42,8 +43,10 @@ def openai_routes(service: Service) -> APIRouter:
         logprobs = None if body.logprobs is None else LogprobOptions(None, body.logprobs)
         generation = service.submit(ids, params, logprobs, _id("cmpl"))
 
+        offsets = _Offsets(service)
+
         def choice(text: str, scored: Sequence[TokenLogprob], finish: str | None) -> dict[str, Any]:
-            shown = None if logprobs is None else _completion_logprobs(scored, service)
+            shown = None if logprobs is None else _completion_logprobs(scored, service, offsets)
             return {"index": 0, "text": text, "logprobs": shown, "finish_reason": finish}
 
         return await _answer(service, generation, body, http, "text_completion", "text_completion", choice, choice)
@@ -130,18 +133,30 @@ def _check_model(body: OpenAIBody, service: Service) -> None:
         raise RequestError(f"model {body.model!r} is not served here; served: {service.model_name!r}")
 
 
-def _completion_logprobs(scored: Sequence[TokenLogprob], service: Service) -> dict[str, Any]:
-    tokens = [_token(e.token_id, service) for e in scored]
-    offsets, at = [], 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
-    top = [{_token(t, service): v for v, t in e.top} for e in scored]
+class _Offsets:
+    """Where each token's text begins in the answer so far, over all chunks of a stream."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._detokenizer = Detokenizer(service.codec)
+        self._at = 0
+
+    def of(self, token: int) -> int:
+        """The offset of the next token. One that is part of a character shows nothing until the character, or another, follows."""
+        before = self._at
+        piece = self._detokenizer.push([token])
+        self._at += len(piece)
+        own = _token(token, self._service)
+        return self._at - len(own) if piece.endswith(own) else before
+
+
+def _completion_logprobs(scored: Sequence[TokenLogprob], service: Service, offsets: _Offsets) -> dict[str, Any]:
+    """The four lists of /v1/completions."""
     return {
-        "tokens": tokens,
+        "tokens": [_token(e.token_id, service, "bytes:") for e in scored],
         "token_logprobs": [e.logprob for e in scored],
-        "top_logprobs": top,
-        "text_offset": offsets,
+        "top_logprobs": [{_token(t, service, "bytes:"): v for v, t in e.top} for e in scored],
+        "text_offset": [offsets.of(e.token_id) for e in scored],
     }
 
 
@@ -158,12 +173,16 @@ def _chat_logprobs(scored: Sequence[TokenLogprob], service: Service) -> dict[str
 
 
 def _entry(token: int, logprob: float | None, service: Service) -> dict[str, Any]:
-    text = _token(token, service)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    return {"token": _token(token, service), "logprob": logprob, "bytes": list(service.codec.token_bytes(token))}
 
 
-def _token(token: int, service: Service) -> str:
-    return service.codec.decode([token], skip_special=False)
+def _token(token: int, service: Service, mark: str = "") -> str:
+    """A token's text; where it is no whole character its bytes, written `\\xe2\\x82` behind `mark`, so that no two look alike."""
+    data = service.codec.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return mark + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _id(prefix: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,16 @@ from tokenizers import Tokenizer
 from slim_engine.errors import CheckpointError, RequestError
 
 _INCOMPLETE = "\ufffd"  # what a decoder shows for half a character
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 as itself, every other byte as the next letter from U+0100 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _letters_of_bytes()
 
 
 class TextCodec:
@@ -36,6 +47,24 @@ class TextCodec:
         """Text of `ids`."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for. A token may hold part of a character, which no text can show."""
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        if added is not None:
+            return str(added.content).encode()
+        piece = str(self._tokenizer.id_to_token(token) or "")
+        if self._byte_level and all(letter in _BYTE_OF for letter in piece):
+            return bytes(_BYTE_OF[letter] for letter in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):  # sentencepiece's way to write one byte
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()  # and its way to write a blank
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """Whether the vocabulary spells bytes as letters, as GPT-2's does."""
+        decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
+        return "ByteLevel" in (decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", ())))
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation with the prompt for the assistant's turn. Raises RequestError."""

@@ -17,9 +17,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.engines.slim.conftest import TREE
 from tests.engines.slim.support import engine, run
+from tests.helpers.tiny_model import SPECIALS, VOCAB
 
 PROMPT = [7, 9, 11, 200, 31]
 
@@ -271,9 +274,89 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     assert pieces[-1].usage is not None and pieces[-1].usage.total_tokens == done.usage.total_tokens
 
 
+def _letters(tokens: list[int]) -> list[bytes]:
+    """What each token of the tiny vocabulary stands for: its specials, then one byte each in the order of GPT-2's letters."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    by_letter = sorted(
+        [*plain, *range(256, 256 + 68)]
+    )  # the letters' code points; from 256 on they stand for the other bytes
+    others = [byte for byte in range(256) if byte not in plain]
+    bytes_of = [point if point < 256 else others[point - 256] for point in by_letter]
+    return [SPECIALS[t].encode() if t < len(SPECIALS) else bytes([bytes_of[t - len(SPECIALS)]]) for t in tokens]
+
+
+def _expected(llama: Path, server: str) -> tuple[list[int], Any]:
+    """The greedy answer to PROMPT, and the log-probabilities that transformers gives at each of its positions."""
+    ids = _generate(server, input_ids=PROMPT, sampling_params=_greedy(30)).json()["output_ids"]
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([PROMPT + ids])).logits[0]
+    return ids, logits[len(PROMPT) - 1 : -1].log_softmax(-1)
+
+
+def test_openai_completion_logprobs_are_the_targets(client: openai.OpenAI, server: str, llama: Path) -> None:
+    ids, logp = _expected(llama, server)
+    options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "temperature": 0, "logprobs": 3}
+    extra = {"ignore_eos": True}
+    whole = client.completions.create(**options, extra_body=extra).choices[0]
+    told = whole.logprobs
+    assert told is not None and told.tokens is not None and told.top_logprobs is not None
+    assert told.token_logprobs == pytest.approx([float(logp[i, t]) for i, t in enumerate(ids)], abs=2e-4)
+    for row, top in zip(logp, told.top_logprobs, strict=True):
+        assert len(top) == 3 and sorted(top.values(), reverse=True) == pytest.approx(
+            row.topk(3).values.tolist(), abs=2e-4
+        )
+    for word, data in zip(told.tokens, _letters(ids), strict=True):
+        assert word == (data.decode() if data.isascii() else f"bytes:\\x{data[0]:02x}")
+    pieces = [p.choices[0].logprobs for p in client.completions.create(**options, stream=True, extra_body=extra)]
+    assert len(pieces) > 1
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [x for p in pieces for x in getattr(p, name)] == getattr(told, name), f"{name}: streamed as in one piece"
+    for token, offset in zip(told.tokens, told.text_offset or [], strict=True):
+        if token.isascii() and not token.startswith(("bytes:", "<|")):
+            assert whole.text[offset : offset + len(token)] == token
+    bare = client.completions.create(**options, extra_body=extra | {"logprobs": 0}).choices[0].logprobs
+    assert bare is not None and bare.token_logprobs == told.token_logprobs and bare.top_logprobs == [{}] * 30
+
+
+def test_openai_chat_logprobs_are_the_targets(client: openai.OpenAI, server: str, llama: Path) -> None:
+    options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
+    options |= {"temperature": 0, "logprobs": True, "top_logprobs": 2, "extra_body": {"ignore_eos": True}}
+    whole = client.chat.completions.create(**options).choices[0].logprobs
+    assert whole is not None and whole.content is not None and len(whole.content) == 20
+    prompt = _chat_prompt()
+    ids = _generate(server, input_ids=prompt, sampling_params=_greedy(20)).json()["output_ids"]
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logp = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    for entry, row, token in zip(whole.content, logp, ids, strict=True):
+        assert bytes(entry.bytes or []) == _letters([token])[0]
+        assert entry.logprob == pytest.approx(float(row[token]), abs=2e-4)
+        assert [t.logprob for t in entry.top_logprobs] == pytest.approx(row.topk(2).values.tolist(), abs=2e-4)
+        assert entry.top_logprobs[0].bytes == entry.bytes, "greedy: the chosen one is the best"
+    streamed = [c.choices[0].logprobs for c in client.chat.completions.create(**options, stream=True)]
+    assert [e for part in streamed if part for e in part.content or []] == whole.content
+    assert (
+        client.chat.completions.create(**options | {"logprobs": False, "top_logprobs": None}).choices[0].logprobs
+        is None
+    )
+
+
+def _chat_prompt() -> list[int]:
+    """`hello` in the tiny model's chat template, one token per byte and per special."""
+    ids = {data: token for token, data in zip(range(VOCAB), _letters(list(range(VOCAB))), strict=True)}
+    words: list[int] = []
+    for part in ("<|im_start|>", "user\nhello", "<|im_end|>", "\n", "<|im_start|>", "assistant\n"):
+        words += [ids[part.encode()]] if part in SPECIALS else [ids[bytes([byte])] for byte in part.encode()]
+    return words
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        {"top_logprobs": 2},
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": "many"},
         {"model": "other"},
         {"messages": []},
         {"messages": [{"content": "no role"}]},
