@@ -16,8 +16,9 @@ from .base import ClaimDraft, PatchEdit, Proposal, WorkContext
 class RecallWorker:
     """Proposes stored mechanisms in the memory's order.
 
-    A mechanism whose requirements are not merged yet waits for a later round. `notes` says, after `plan`, what
-    was left out and why.
+    A mechanism whose requirements are not merged yet waits for a later round. What this very deployment on this kind of
+    machine has refuted before, or seen no effect of, waits while anything is left that promises as much, and comes last then.
+    `notes` says, after `plan`, what was left out and why.
     """
 
     store: MemoryStore
@@ -28,13 +29,21 @@ class RecallWorker:
         """At most `context.max_proposals` replays, best first. Those that become attempts are for `enter`."""
         self.notes = []
         proposals: list[Proposal] = []
-        for item in self.store.assess(query_of(context)):
+        found = self.store.assess(query_of(context))
+        fresh = [i for i in found if not (i.unmet or i.waits_for or i.refuted_on_this or i.name in context.tried)]
+        promised = max((item.score for item in fresh), default=0.0)
+        for item in found:
             if item.unmet:
                 self.notes.append(f"{item.name}: does not fit here: {'; '.join(item.unmet)}")
             elif item.name in context.tried:
                 self.notes.append(f"{item.name}: tried in this run already")
             elif item.waits_for:
                 self.notes.append(f"{item.name}: waits for {', '.join(item.waits_for)}")
+            elif item.refuted_on_this and item.score <= promised:
+                self.notes.append(
+                    f"{item.name}: tried when nothing else is left that promises as much: this deployment refuted it before on such a machine "
+                    f"({item.refuted_on_this})"
+                )
             elif len(proposals) >= context.max_proposals:
                 self.notes.append(
                     f"{item.name}: left for a later round, {context.max_proposals} are proposed at a time"

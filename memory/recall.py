@@ -69,7 +69,8 @@ def unmet_preconditions(needs: Preconditions, query: RecallQuery) -> list[str]:
 def _assess(stored: StoredMechanism, query: RecallQuery) -> Recalled:
     mechanism = stored.mechanism
     here = [e for e in stored.effects if e.hardware.hardware_class == query.hardware.hardware_class]
-    refuted = _refuted_here(here, query)
+    on_this = _refuted_on_this(here, query)
+    refuted = on_this or _refuted_here(here, query)
     score, basis = _expected_gain(stored, here, query)
     waits_for = [name for name in mechanism.requires if name not in query.present]
     parts = [basis]
@@ -87,19 +88,48 @@ def _assess(stored: StoredMechanism, query: RecallQuery) -> Recalled:
         waits_for=waits_for,
         unmet=unmet_preconditions(mechanism.preconditions, query),
         refuted_here=refuted is not None,
+        refuted_on_this=_refutation(on_this) if on_this else "",
     )
 
 
-def _refuted_here(here: list[Effect], query: RecallQuery) -> Effect | None:
-    """The newest refutation that speaks against it here: on this very deployment, else on this class alone."""
-    same = [
+def _on_this(here: list[Effect], query: RecallQuery) -> list[Effect]:
+    """Effects on this very deployment, newest first."""
+    return [
         e for e in here if query.deployment_fingerprint and e.deployment_fingerprint == query.deployment_fingerprint
     ]
-    if same:
-        return same[0] if same[0].outcome == "refuted" else None
-    if here and all(e.outcome == "refuted" for e in here):
+
+
+def _refuted_on_this(here: list[Effect], query: RecallQuery) -> Effect | None:
+    """The newest effect on this very deployment that says something, if it is a refutation.
+
+    "No effect shown" says nothing against an earlier proof here whose ratio its interval still holds: that measurement
+    was only too noisy to see it.
+    """
+    same = _on_this(here, query)
+    for position, effect in enumerate(same):
+        if effect.outcome == "verified":
+            return None
+        proofs = [e.ratio for e in same[position + 1 :] if e.outcome == "verified"]
+        if not (_merely_null(effect) and proofs and effect.high >= proofs[0]):
+            return effect
+    return None
+
+
+def _refuted_here(here: list[Effect], query: RecallQuery) -> Effect | None:
+    """The newest refutation on this class of machine, where this very deployment has none to tell and no other has a proof."""
+    if not _on_this(here, query) and here and all(e.outcome == "refuted" for e in here):
         return here[0]
     return None
+
+
+def _merely_null(effect: Effect) -> bool:
+    """Measured without an effect that could be told from none."""
+    return effect.outcome == "refuted" and effect.reason == "no-gain" and effect.low < 1.0 < effect.high
+
+
+def _refutation(effect: Effect) -> str:
+    what = "no effect" if _merely_null(effect) else effect.reason
+    return f"{what}: {effect.ratio:.2f}x [{effect.low:.2f}, {effect.high:.2f}], run {effect.run or 'unknown'}"
 
 
 def _expected_gain(stored: StoredMechanism, here: list[Effect], query: RecallQuery) -> tuple[float, str]:

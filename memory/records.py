@@ -221,6 +221,9 @@ class Recalled(_Record):
     unmet: list[str] = Field(default_factory=list)
     """Preconditions that do not hold here, in plain words. Always empty in what `recall` returns."""
     refuted_here: bool = False
+    """On this kind of machine; see `memory.recall`."""
+    refuted_on_this: str = ""
+    """Why it was refuted on this very deployment and kind of machine, in words; empty if it was not."""
 
     @property
     def name(self) -> str:

@@ -88,3 +88,32 @@ def test_how_often_recall_helped(store, add, context):
     worker.enter("run-1", worker.plan(context()))
     stats = store.stats()
     assert (stats.recalled, stats.tried, stats.accepted) == (3, 2, 1)
+
+
+def test_what_this_deployment_refuted_waits_until_nothing_else_is_left(store, add, context):
+    for name, requires in (("fresh", []), ("null", []), ("later", ["fresh"])):
+        add(name, requires=requires)
+    effect = Effect(
+        deployment="d", deployment_fingerprint="here", hardware=Hardware(kind="cpu", isa=["avx2"]), ratio=1.0, low=0.9,
+        high=1.1, samples=[1.0], outcome="refuted", reason="no-gain", run="run-0",
+    )  # fmt: skip
+    store.record_effect("null", effect)
+    worker = RecallWorker(store)
+
+    def plan(**fields):
+        return [p.mechanism for p in worker.plan(context(deployment_fingerprint="here", **fields))]
+
+    assert plan() == ["fresh"]
+    told = "null: tried when nothing else is left that promises as much: this deployment refuted it before on such a machine (no effect: 1.00x"
+    assert any(note.startswith(told) for note in worker.notes)
+    assert plan(present=("fresh",)) == ["later"]
+    assert plan(present=("fresh", "later")) == ["null"], "it may be tried again, on the faster engine"
+    assert plan(tried=frozenset({"fresh"})) == ["null"]
+    proof = effect.model_copy(
+        update={"ratio": 1.5, "low": 1.4, "high": 1.6, "outcome": "verified", "reason": "", "run": "a"}
+    )
+    store.record_effect("null", proof.model_copy(update={"deployment_fingerprint": "other"}))
+    assert plan() == ["fresh", "null"], "it promises more than all that is left: last, but in this round"
+    assert [p.mechanism for p in worker.plan(context(deployment_fingerprint="new"))] == ["null", "fresh"], (
+        "proven elsewhere"
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from datetime import UTC, datetime
+
 import pytest
 
 from specpilot.memory import Hardware
@@ -134,3 +137,31 @@ def test_circular_requirements_end(store, mechanism, query):
 def test_present_mechanism_is_not_recalled(store, mechanism, query):
     store.add(mechanism(), origin="x")
     assert store.recall(query(present=["bf16_gemm"])) == []
+
+
+def test_a_noisy_null_does_not_refute_an_earlier_proof_here(store, mechanism, effect, query):
+    store.add(mechanism(), origin="a")
+
+    def record(day, ratio, **fields):
+        at = datetime(2026, 11, day, tzinfo=UTC)
+        store.record_effect("bf16_gemm", effect(ratio, at=at, run=f"run-{day}", **fields))
+        return store.recall(query(deployment_fingerprint="f1"))[0]
+
+    null = {"outcome": "refuted", "reason": "no-gain"}
+    assert record(1, 1.84).refuted_on_this == ""
+    assert record(2, 1.31, low=0.0, high=math.inf, **null).refuted_on_this == "", "1.84 is still possible"
+    told = record(3, 1.02, low=0.98, high=1.06, **null)
+    assert told.refuted_here and told.refuted_on_this == "no effect: 1.02x [0.98, 1.06], run run-3"
+    assert record(4, 1.5).refuted_on_this == "", "proven again"
+    told = record(5, 1.6, low=1.4, high=1.8, outcome="refuted", reason="token-mismatch")
+    assert told.refuted_on_this == "token-mismatch: 1.60x [1.40, 1.80], run run-5"
+    elsewhere = store.recall(query(deployment_fingerprint="another"))[0]
+    assert not elsewhere.refuted_here and elsewhere.refuted_on_this == ""
+
+
+def test_a_null_without_any_proof_here_is_enough_to_wait(store, mechanism, effect, query):
+    store.add(mechanism(), origin="a")
+    store.record_effect("bf16_gemm", effect(1.3, low=0.0, high=math.inf, outcome="refuted", reason="no-gain"))
+    assert store.recall(query(deployment_fingerprint="f1"))[0].refuted_on_this.startswith(
+        "no effect: 1.30x [0.00, inf]"
+    )
