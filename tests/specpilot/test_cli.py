@@ -256,22 +256,6 @@ def test_gc_takes_no_negative_age(days: str) -> None:
     assert done.returncode == 2 and len(list(runs_dir().iterdir())) == 1
 
 
-@pytest.mark.parametrize("python", ["/nope", "/etc", "/bin/false"])
-def test_make_names_an_interpreter_that_will_not_do(tmp_path: Path, python: str) -> None:
-    words = [
-        "make",
-        "-s",
-        "-C",
-        str(Path(__file__).parents[2]),
-        "optimize",
-        f"PYTHON={python}",
-        f"VENV={tmp_path / 'v'}",
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    why = "is not Python 3.11 or newer" if python == "/bin/false" else "is not a program"
-    assert done.stderr.startswith(f"error: {python} {why}; give another") and done.returncode == 2
-
-
 def test_gc_spares_the_worktree_of_an_open_outside_attempt(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()

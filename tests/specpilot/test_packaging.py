@@ -144,17 +144,22 @@ def test_the_control_plane_never_imports_torch() -> None:
             assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
 
 
-def test_make_says_what_to_do_without_a_usable_python(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["missing", "folder", "old"])
+def test_make_says_what_to_do_without_a_usable_python(tmp_path: Path, kind: str) -> None:
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    old = tmp_path / "python-old"
-    old.write_text("#!/bin/sh\nexit 1\n")
-    old.chmod(0o755)
+    python = tmp_path / "python-x"
+    if kind == "folder":
+        python.mkdir()
+    elif kind == "old":
+        python.write_text("#!/bin/sh\nexit 1\n")
+        python.chmod(0o755)
     done = subprocess.run(
-        ["make", "install", f"PYTHON={old}", f"VENV={tmp_path / 'v'}"],
+        ["make", "install", f"PYTHON={python}", f"VENV={tmp_path / 'v'}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode != 0 and "older than Python 3.11" in done.stderr
+    why = "is not Python 3.11 or newer" if kind == "old" else "is not a program"
+    assert done.returncode != 0 and done.stderr.startswith(f"error: {python} {why}; give another")
