@@ -16,7 +16,7 @@ from specpilot.evaluation.legs import decode_rate, require_full, run_leg
 from specpilot.evaluation.server import EngineServer
 from specpilot.evidence import seal_file
 from specpilot.loop.assess import patiently
-from specpilot.loop.budget import EXPECTED_ASSESS_S
+from specpilot.loop.budget import EXPECTED_ASSESS_S, BudgetClock
 from specpilot.loop.context import RunContext
 from specpilot.loop.explore import submit
 from specpilot.loop.records import Submitted, WorkerResult
@@ -39,6 +39,11 @@ def tune(context: RunContext, number: int, work: WorkContext, waiting: int = 0) 
     return result.attempts
 
 
+def may_try(budget: BudgetClock, waiting: int) -> bool:
+    """Whether a further trial leaves time for `waiting` candidates and for what the search itself may propose."""
+    return budget.may_start(EXPECTED_TRIAL_S + EXPECTED_ASSESS_S * (waiting + 1)) is None
+
+
 def _search(context: RunContext, number: int, work: WorkContext, waiting: int) -> WorkerResult:
     settings = context.deployment.agents.search
     worker = SearchWorker(trials=settings.trials, control=settings.control)
@@ -48,8 +53,7 @@ def _search(context: RunContext, number: int, work: WorkContext, waiting: int) -
     key = f"r{number}-search"
     with context.engine(work.base_commit, "final", f"{key}-base") as base:
         base.freeze()
-        kept_s = EXPECTED_ASSESS_S * (waiting + 1)
-        while context.budget.may_start(EXPECTED_TRIAL_S + kept_s) is None and (trial := session.ask()) is not None:
+        while may_try(context.budget, waiting) and (trial := session.ask()) is not None:
             ratio = patiently(context, key, partial(_screen, context, key, base, work, trial))
             session.tell(trial, ratio)
             context.say("trial", worker="search", arm=trial.arm, values=trial.values, ratio=ratio)

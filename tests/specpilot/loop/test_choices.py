@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from specpilot.agents import ClaimDraft, FileEdit, Proposal
+from specpilot.deployment import Budget
 from specpilot.errors import InfrastructureError
+from specpilot.journal import Journal
+from specpilot.loop.budget import BudgetClock
 from specpilot.loop.explore import worth_now
 from specpilot.loop.observe import kv_bits
+from specpilot.loop.tune import may_try
 
 
 def proposal(name: str, gain: float | None) -> Proposal:
@@ -64,3 +68,14 @@ def test_an_unknown_cache_type_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InfrastructureError, match="'int3'"):
         kv_bits({"kv_cache_dtype": "int3"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("used_s", "waiting", "allowed"), [(310, 1, True), (320, 1, False), (310, 2, False), (370, 0, True)]
+)
+def test_knobs_are_screened_only_while_candidates_keep_their_time(
+    tmp_path: Path, used_s: float, waiting: int, allowed: bool
+) -> None:
+    """Ten minutes less 150 s for the closing session: 450 s. A trial takes 15 s, each candidate 60 s, the search's own included."""
+    journal = Journal.create(tmp_path / "journal.db", {"elapsed_s": used_s})
+    assert may_try(BudgetClock(Budget(wall_clock_minutes=10.0), journal), waiting) is allowed
