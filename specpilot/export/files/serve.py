@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import layout  # type: ignore[import-not-found]
@@ -68,13 +69,23 @@ def _announce(info: dict[str, Any], variant: str, host: str, port: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
         path, timeout_s = layout.readiness(variant, info)
         deadline = time.monotonic() + timeout_s
-        while os.getpgid(server) == os.getpgid(0) and time.monotonic() < deadline:  # raises once the server is gone
+        while _alive(server):
             if _answers(ANY.get(host, host), port, path):
                 print(f"serving {variant} on http://{host}:{port} (Ctrl-C ends it)", flush=True)
-                os._exit(0)
+                break
+            if time.monotonic() > deadline:
+                print(f"warning: {variant} has not answered within {timeout_s:.0f} s", file=sys.stderr, flush=True)
+                break
             time.sleep(0.2)
-        print(f"warning: {variant} has not answered within {timeout_s:.0f} s", file=sys.stderr, flush=True)
     os._exit(0)
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and that nobody has asked about yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def _answers(host: str, port: int, path: str) -> bool:

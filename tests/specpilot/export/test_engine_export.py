@@ -274,6 +274,22 @@ def test_serve_in_the_foreground(exported):
         server.stdout.close()
 
 
+def test_an_engine_that_dies_is_not_called_serving(exported):
+    """Its exit code is the script's, at once, and the helper that waits for it goes with it."""
+    _, to = exported
+    assert script(to, "download_models.sh").returncode == 0
+    (to / "stock" / "fake_server.py").write_text("raise SystemExit(5)\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    done = script(to, "serve.sh", "stock", port)
+    assert done.returncode == 5 and "serving" not in done.stdout
+    assert "warning" not in done.stderr, "the helper saw the end, and did not wait until its patience was over"
+    (to / "stock" / "fake_server.py").write_text("import time\ntime.sleep(3)\n")
+    done = script(to, "serve.sh", "stock", port)
+    assert done.returncode == 0 and "serving" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("kind", ["file", "full folder", "link"])
 def test_never_overwrites(shared_run, tmp_path, kind):
     to = tmp_path / "taken"
