@@ -19,6 +19,8 @@ SHAPES = (
     Shape(4, rows=2, boxed=False),
     Shape(3, depth=4, stage_subtiles=4, stages=2),
     Shape(3, split=2, boxed=False),
+    Shape(5, grouped=True),
+    Shape(3, split=2, depth=2, grouped=True, boxed=False),
 )
 
 
@@ -26,7 +28,7 @@ def main() -> None:
     """Launch, compare roughly, say so."""
     torch.manual_seed(0)
     shapes = [shape for shape in SHAPES if shape.split == 1 or "no-clusters" not in sys.argv]
-    for weight in (torch.randn(250, 576, device="cuda") * 0.02, torch.randn(128, 320, device="cuda") ** 9):
+    for weight in (torch.randn(250, 640, device="cuda") * 0.02, torch.randn(128, 384, device="cuda") ** 9):
         weight = weight.bfloat16()
         for tiles in (tile_w12(encode(weight)), tile_bf16(weight)):
             dense = torch.empty_like(weight)

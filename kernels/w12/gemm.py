@@ -16,8 +16,8 @@ from specpilot.kernels.w12.layout import COLUMNS, ROWS, Tiles
 from specpilot.kernels.w12.library import Arguments, load, target_of
 
 MAX_ROWS = 64
-SPLIT_SUBTILES = 4  # columns are shared out in multiples of this many subtiles
 STORE, SILU, BEST = 0, 1, 2
+GROUP = 4  # warps that multiply together
 TOP = 16  # places of a list of best logits
 SHARED_LIMIT = 227 * 1024 - 512  # a block's shared memory on compute capability 9.0, less what is static
 _FORMATS = {"w12": 0, "bf16": 1}
@@ -25,16 +25,16 @@ _FORMATS = {"w12": 0, "bf16": 1}
 
 @dataclass(frozen=True)
 class Shape:
-    """How one launch is cut. Only `split` and `depth` change results (by the order of additions); the rest is speed."""
+    """How one launch is cut. Only `parts` changes results (by the order of additions); the rest is speed."""
 
     width: int
     """Row tiles (16 rows each) of one thread block."""
     rows: int = 1
     """Row tiles of one warp, 1 or 2."""
     split: int = 1
-    """Thread blocks (one cluster) that share the columns of a row tile: 1, 2, 4 or 8."""
+    """Thread blocks (one cluster) that share the columns of a row tile: 1, 2, 4 or 8; divides K / 64."""
     depth: int = 1
-    """Warps of one block that share the columns of a row tile: 1, 2 or 4; at most `stage_subtiles`."""
+    """Warps of one block that share the columns of a row tile: 1, 2 or 4; divides `stage_subtiles`."""
     stages: int = 4
     """Depth of the ring of shared memory."""
     stage_subtiles: int = 2
@@ -43,10 +43,24 @@ class Shape:
     """Thread blocks for each multiprocessor: 2 only helps when two fit."""
     boxed: bool = True
     """Whether a stage of weights is one copy of a box, or one run of bytes for each row tile."""
+    grouped: bool = False
+    """Whether four warps multiply together (`wgmma`, compute capability 9.0), with one row tile each."""
+
+    @property
+    def parts(self) -> int:
+        """Sums that are added in the end: part i is over the subtiles i, i + parts, i + 2 parts, ... of 64 columns."""
+        return self.split * self.depth
+
+    @property
+    def manner(self) -> int:
+        """`Manner` of gemm.cu."""
+        return GROUP if self.grouped else self.rows
 
     @property
     def warps(self) -> int:
         """Consuming warps."""
+        if self.grouped:
+            return -(-self.width // GROUP) * GROUP * self.depth
         return -(-self.width // self.rows) * self.depth
 
     def shared_bytes(self, subtile: int, m: int, best: bool = False) -> int:
@@ -54,17 +68,22 @@ class Shape:
         tokens = padded_rows(m)
         weights = -(-self.stage_subtiles * self.width * subtile // 128) * 128
         stage = weights + self.stage_subtiles * tokens * COLUMNS * 2
-        reduction = self.depth * self.width * ROWS * tokens * 4 if self.split * self.depth > 1 else 0
+        reduction = self.depth * self.width * ROWS * tokens * 4 if self.parts > 1 else 0
         lists = tokens * ((self.width * ROWS + 8) * 2 + TOP * 8) if best else 0
         return 1024 + max(self.stages * stage + self.warps * 2048 + lists, reduction)  # 1024: alignment
 
     def fits(self, subtile: int, m: int, best: bool = False) -> bool:
         """Whether a block of threads can be launched so."""
         limit = 352 if self.rows == 2 else 512 if padded_rows(m) == 64 else 640  # threads; `max_threads` of gemm.cu
-        return (self.warps + 1) * 32 <= limit and (
-            self.shared_bytes(subtile, m, best) <= SHARED_LIMIT
-            and self.stages <= 16
-            and self.depth <= self.stage_subtiles
+        limit = 672 if self.grouped else limit
+        return (
+            not (self.grouped and self.rows == 2)
+            and (self.warps + 1) * 32 <= limit
+            and (
+                self.shared_bytes(subtile, m, best) <= SHARED_LIMIT
+                and self.stages <= 16
+                and self.stage_subtiles % self.depth == 0
+            )
         )
 
 
@@ -101,7 +120,7 @@ def launch(
     processors = processors or torch.cuda.get_device_properties(x.device).multi_processor_count
     needed = -(-row_tiles // shape.width)
     groups = min(needed, max(1, processors * shape.blocks // shape.split))
-    if shape.split * shape.depth > 1 and groups < needed:
+    if shape.parts > 1 and groups < needed:
         raise ValueError(f"{shape} must take {row_tiles} row tiles in one round; {processors} multiprocessors do not")
     arguments = Arguments(
         weight=tiles.data.data_ptr(),
@@ -129,7 +148,7 @@ def launch(
     )
     library = library_of(x.device)
     said = library.w12_gemm(
-        ctypes.byref(arguments), _FORMATS[tiles.kind], epilogue, shape.rows, groups, _stream(x.device)
+        ctypes.byref(arguments), _FORMATS[tiles.kind], epilogue, shape.manner, groups, _stream(x.device)
     )
     _said(said, f"product of {tuple(x.shape)} and {tiles.shape} with {shape}")
     return groups * shape.split
@@ -209,8 +228,11 @@ def add_norm(
     rows, columns = x.shape
     if (residual is None) != (total is None):
         raise ValueError("residual and total go together")
-    if columns * 4 > 48 * 1024 or not all(t.is_contiguous() for t in (x, y) if t is not None):
-        raise ValueError(f"add_norm takes contiguous rows of at most 12288 columns, got {tuple(x.shape)}")
+    given = [t for t in (x, weight, y, residual, total) if t is not None]
+    if columns > 12288 or columns % 8 or not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in given):
+        raise ValueError(
+            f"add_norm takes contiguous, 16-byte aligned rows of at most 12288 columns, a multiple of 8, got {tuple(x.shape)}"
+        )
     library = library_of(x.device)
     said = library.w12_add_norm(
         x.data_ptr(),
@@ -241,7 +263,7 @@ def _check(tiles: Tiles, x: Tensor, y: Tensor | None, residual: Tensor | None, s
         raise ValueError(
             f"{shape} does not fit a thread block at {m} rows ({shape.shared_bytes(tiles.data.shape[2], m)} bytes)"
         )
-    if epilogue == BEST and shape.split * shape.depth > 1:
+    if epilogue == BEST and shape.parts > 1:
         raise ValueError("the best logits need split 1 and depth 1")
     if (epilogue == SILU) != tiles.paired:
         raise ValueError("the SiLU variant and tiles of paired halves go together")
@@ -254,6 +276,7 @@ def _check(tiles: Tiles, x: Tensor, y: Tensor | None, residual: Tensor | None, s
                 raise ValueError(f"{name} must be bfloat16 {list(wanted)} with contiguous rows")
         if residual is not None and y is not None and residual.stride(0) != y.stride(0):
             raise ValueError("residual and y must have one row stride")
-    blocks = -(-tiles.data.shape[1] // SPLIT_SUBTILES)
-    if shape.split > blocks:
-        raise ValueError(f"split {shape.split} exceeds the {blocks} column blocks of this matrix")
+    if tiles.data.shape[1] % shape.split:
+        raise ValueError(
+            f"split {shape.split} does not divide the {tiles.data.shape[1]} subtiles of a row of this matrix"
+        )

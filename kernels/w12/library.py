@@ -65,8 +65,10 @@ def compile_library(target: str, folder: Path | None = None) -> Path:
         )
     sources = sorted(SOURCES.glob("*.cu*"))
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    flags = os.environ.get("SPECPILOT_W12_NVCC_FLAGS", "").split()
-    digest = hashlib.sha256(repr((version, flags)).encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    flags = [*(["-DW12_WGMMA"] if target == "90a" else []), *os.environ.get("SPECPILOT_W12_NVCC_FLAGS", "").split()]
+    digest = hashlib.sha256(
+        repr((version, flags)).encode() + b"".join(path.read_bytes() for path in sources)
+    ).hexdigest()[:16]
     folder = folder or cache_folder()
     library = folder / f"w12-sm_{target}-{digest}.so"
     if library.exists():

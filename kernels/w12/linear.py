@@ -1,7 +1,7 @@
 """Layers to swap in by name: a linear layer, gate-up-SiLU, and a head that never writes its logits.
 
 Buffers are allocated once, so a forward pass with outputs given may be captured in a CUDA graph. Up to 64 rows the
-fused kernel reads 12 bits a weight, up to 128 in two groups; above, the weight is expanded into a scratch matrix shared
+fused kernel reads 12 bits a weight, up to 192 in groups of 64; above, the weight is expanded into a scratch matrix shared
 by all layers of a device, and the library multiplies. Where the CUDA kernels cannot be had (another card, no nvcc) the
 Triton product takes their place, with a warning that says why.
 """
@@ -22,7 +22,7 @@ from specpilot.kernels.w12.errors import MachineProblem
 from specpilot.kernels.w12.format import Planes, encode
 from specpilot.kernels.w12.layout import COLUMNS, Tiles, tile_w12, untile
 
-EXPAND_ABOVE = 128
+EXPAND_ABOVE = 192
 """Rows above which expanding and the library are faster than groups of 64; measured on an H200, experiments/w12."""
 _scratch: dict[torch.device, Tensor] = {}
 

@@ -6,7 +6,6 @@ namespace w12 {
 
 constexpr int kRows = 16;            // rows of a subtile
 constexpr int kColumns = 64;         // columns of a subtile
-constexpr int kSplitSubtiles = 4;    // columns are shared out in multiples of this many subtiles
 constexpr int kRegisters = 16;       // A registers of a lane per subtile: 4 steps x 4
 constexpr int kPatchBytes = kRegisters * 32 * 4;
 

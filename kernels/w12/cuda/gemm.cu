@@ -1,14 +1,15 @@
 // y[m, n] = sum_k x[m, k] W[n, k] for 1..64 rows m: W in tiles (../layout.py), 12 bits or BF16 a weight, x and y BF16.
 //
-// A block of threads owns `width` row tiles (16 rows each) and, if a cluster of `split` blocks shares them, its part of
-// the columns. One warp produces: bulk copies of weights and activations into a ring of stages in shared memory. The
-// others consume: each decodes its R row tiles to tensor-core operands in registers, in order of the columns. So a
-// result depends on the weights, on its own row of x, on `split` and on `depth` (warps that share the columns inside a
-// block), never on how many rows ride along, on R, or on the ring. Parts are added in a fixed order, through (distributed)
-// shared memory: no atomics, no workspace.
+// A block of threads owns `width` row tiles (16 rows each). One warp produces: bulk copies of weights and activations into
+// a ring of stages in shared memory. The others consume: each decodes its R row tiles to tensor-core operands in
+// registers, in order of the columns. The subtiles of a row tile may be dealt out in turn to `split` blocks of a cluster
+// and, inside a block, to `depth` warps: part i of split * depth gets subtiles i, i + split * depth, ... Parts are added in
+// that order, through (distributed) shared memory: no atomics, no workspace. So a result depends on the weights, on its own
+// row of x and on split * depth, never on how the parts are placed, on how many rows ride along, on R, or on the ring.
 #include <cuda_runtime.h>
 
 #include "decode.cuh"
+#include "grouped.cuh"
 #include "top.cuh"
 
 namespace w12 {
@@ -32,16 +33,11 @@ struct Arguments {
 };
 
 struct Maps {
-  CUtensorMap weight;  // 3 dimensions: 8-byte words of a subtile, subtiles, row tiles; a stage is one box
-  CUtensorMap x;       // 3 dimensions: 64 columns, rows, groups of 64 columns; a stage is one box, 128-byte swizzle
+  // A stage is one box. Subtile i lies at (i % split, i / split), so that those of a block are neighbours.
+  CUtensorMap weight;  // 4 dimensions: 8-byte words of a subtile, the two of subtiles, row tiles
+  CUtensorMap x;       // 4 dimensions: 64 columns, rows, the two of groups of 64 columns; 128-byte swizzle
 };
 
-// Lanes of a warp that say that it has read a stage. One suffices, after __syncwarp; racecheck does not follow that and
-// reports the other 31, so for it the kernels are compiled with -DW12_ARRIVALS=32.
-#ifndef W12_ARRIVALS
-#define W12_ARRIVALS 1
-#endif
-constexpr int kArrivals = W12_ARRIVALS;
 constexpr int kMaxStages = 16;
 
 constexpr int kAlign = 1024;  // of the swizzle pattern
@@ -54,8 +50,16 @@ __host__ __device__ inline int x_stage_bytes(int stage_subtiles, int tokens) {
   return tokens * stage_subtiles * kColumns * 2;
 }
 
+// How warps multiply: each one row tile, each two, or four warps together one each (`grouped.cuh`).
+enum Manner { kOne = 1, kTwo = 2, kGrouped = 4 };
+
 // Fewer threads where a thread needs more registers.
-__host__ __device__ constexpr int max_threads(int nt, int r) { return r == 2 ? 352 : nt == 8 ? 512 : 640; }
+__host__ __device__ constexpr int max_threads(int nt, int manner) {
+  return manner == kGrouped ? 672 : manner == kTwo ? 352 : nt == 8 ? 512 : 640;
+}
+__host__ __device__ inline int row_warps_of(int width, int manner) {
+  return manner == kGrouped ? (width + kGroup - 1) / kGroup * kGroup : (width + manner - 1) / manner;
+}
 
 // A place in the ring of stages, and how often it came round (its lowest bit).
 struct Ring {
@@ -66,13 +70,14 @@ struct Ring {
   }
 };
 
-template <int FORMAT, int NT, int R, int EPILOGUE>
-__global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_constant__ Arguments p, const __grid_constant__ Maps maps) {
+template <int FORMAT, int NT, int MANNER, int EPILOGUE>
+__global__ void __launch_bounds__(max_threads(NT, MANNER), 1) gemm(const __grid_constant__ Arguments p, const __grid_constant__ Maps maps) {
+  constexpr int R = MANNER == kTwo ? 2 : 1;
   extern __shared__ uint8_t shared_memory[];
   uint8_t* const shared = shared_memory + (-shared_address(shared_memory) & (kAlign - 1));
   __shared__ __align__(8) uint64_t full_storage[kMaxStages], empty_storage[kMaxStages];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int row_warps = (p.width + R - 1) / R, consumers = row_warps * p.depth;
+  const int row_warps = row_warps_of(p.width, MANNER), consumers = row_warps * p.depth;
   const uint32_t full = shared_address(full_storage), empty = shared_address(empty_storage);
   constexpr int kTokens = NT * 8;
   const uint32_t x_bytes = x_stage_bytes(p.stage_subtiles, kTokens);
@@ -85,10 +90,8 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
   const int rank = blockIdx.x % p.split, group = blockIdx.x / p.split, groups = gridDim.x / p.split;
   const int tiles = (p.row_tiles + p.width - 1) / p.width;
   auto start_of = [&](int tile) { return min(tile * p.width, p.row_tiles); };
-  const int blocks = (p.subtiles + kSplitSubtiles - 1) / kSplitSubtiles;
-  const int first = (rank * blocks / p.split) * kSplitSubtiles;
-  const int last = min(((rank + 1) * blocks / p.split) * kSplitSubtiles, p.subtiles);
-  const int steps = (last - first + p.stage_subtiles - 1) / p.stage_subtiles;
+  const int last = p.subtiles / p.split;  // subtiles of this block, numbered from 0
+  const int steps = (last + p.stage_subtiles - 1) / p.stage_subtiles;
 
   const int parts = p.split * p.depth;  // sums of parts of the columns, to be added in order
 
@@ -96,32 +99,34 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
   const bool producer = warp == consumers;
   const int total = group < tiles ? (tiles - group + groups - 1) / groups * steps : 0, ahead = min(p.stages, total);
   uint64_t stream = 0, keep = 0;
-  int tile_to_load = group, at_to_load = first, x_to_load = first;
+  int tile_to_load = group, at_to_load = 0, x_to_load = 0;
   auto load_weights = [&](int slot) {  // by the whole warp
     const int begin = start_of(tile_to_load);
     const uint32_t target = weight_ring + slot * weight_bytes;
     if (p.boxed) {
       if (lane == 0) {
         barrier_expect(full + 8 * slot, p.width * p.stage_subtiles * subtile + x_bytes);
-        load_box(target, maps.weight, 0, at_to_load, begin, full + 8 * slot, stream);
+        load_box(target, maps.weight, 0, rank, at_to_load, begin, full + 8 * slot, stream);
       }
     } else {
-      const int rows = start_of(tile_to_load + 1) - begin;
-      const uint32_t bytes = min(p.stage_subtiles, last - at_to_load) * subtile;
-      if (lane == 0) barrier_expect(full + 8 * slot, rows * bytes + x_bytes);
+      const int rows = start_of(tile_to_load + 1) - begin, count = min(p.stage_subtiles, last - at_to_load);
+      if (lane == 0) barrier_expect(full + 8 * slot, rows * count * subtile + x_bytes);
       __syncwarp();
-      if (lane < rows)
-        load_run(target + lane * p.stage_subtiles * subtile,
-                 p.weight + (static_cast<int64_t>(begin + lane) * p.subtiles + at_to_load) * subtile, bytes,
-                 full + 8 * slot, stream);
+      const int run = p.split == 1 ? count : 1;  // subtiles of one copy
+      for (int i = lane; i < rows * count / run; i += 32) {
+        const int row = i * run / count, sub = i * run % count;
+        load_run(target + (row * p.stage_subtiles + sub) * subtile,
+                 p.weight + (static_cast<int64_t>(begin + row) * p.subtiles + (at_to_load + sub) * p.split + rank) * subtile,
+                 run * subtile, full + 8 * slot, stream);
+      }
     }
     at_to_load += p.stage_subtiles;
-    if (at_to_load >= last) at_to_load = first, tile_to_load += groups;
+    if (at_to_load >= last) at_to_load = 0, tile_to_load += groups;
   };
   auto load_x = [&](int slot) {
-    if (lane == 0) load_box(x_ring + slot * x_bytes, maps.x, 0, 0, x_to_load, full + 8 * slot, keep);
+    if (lane == 0) load_box(x_ring + slot * x_bytes, maps.x, 0, 0, rank, x_to_load, full + 8 * slot, keep);
     x_to_load += p.stage_subtiles;
-    if (x_to_load >= last) x_to_load = first;
+    if (x_to_load >= last) x_to_load = 0;
   };
   if (producer) {  // its first loads leave before anybody else has begun
     if (lane == 0) {
@@ -129,7 +134,7 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
       prefetch_map(maps.x);
       for (int i = 0; i < p.stages; ++i) {
         barrier_init(full + 8 * i, 1);
-        barrier_init(empty + 8 * i, consumers * kArrivals);
+        barrier_init(empty + 8 * i, consumers * 32);
       }
       asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
     }
@@ -167,7 +172,10 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
     wait_for_previous_kernel();
     Ring ring_at;
     const uint32_t room = (subtile - kPlaneBytes) / 4 - 1;  // patches in a record
-    const int row_warp = warp % row_warps, own = warp / row_warps;  // its row tiles; its share of the subtiles
+    const int own = warp / row_warps;  // its share of the subtiles
+    int row_warp = warp % row_warps;   // its row tiles
+    // The warps of a group that have none: not always on the same quarter of the multiprocessor.
+    if constexpr (MANNER == kGrouped) row_warp = (row_warp & ~(kGroup - 1)) | ((row_warp + own) & (kGroup - 1));
     const uint32_t w_offset = row_warp * R * p.stage_subtiles * subtile;
     // Token lane % 8, 16-byte chunk lane / 8 of 32 columns, at its place under the swizzle; then the other 32 columns.
     const uint32_t token = lane & 7, chunk = lane >> 3;
@@ -182,11 +190,36 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
         for (int t = 0; t < NT; ++t)
 #pragma unroll
           for (int i = 0; i < 4; ++i) acc[r][t][i] = 0.f;
-      for (int at = first; at < last; at += p.stage_subtiles) {
+      for (int at = 0; at < last; at += p.stage_subtiles) {
         const int count = min(p.stage_subtiles, last - at);
         const uint32_t stage = weight_ring + ring_at.slot * weight_bytes;
         barrier_wait(full + 8 * ring_at.slot, ring_at.phase);
-        if (present > 0 && own < count) {
+        if constexpr (MANNER == kGrouped) {
+          // A warp without a row tile multiplies by zeros: the instruction needs all four.
+          const bool has_rows = present > 0;
+          const uint32_t w_at = stage + w_offset, x_at = x_ring + ring_at.slot * x_bytes;
+          Packed<FORMAT> packed;
+          if (has_rows && own < count) packed.load(w_at + own * subtile, lane);
+#pragma unroll 1
+          for (int sub = own; sub < count; sub += p.depth) {
+            uint32_t a[kRegisters] = {};
+            if (has_rows) {
+              decode_subtile<FORMAT>(a, packed);
+              if constexpr (FORMAT == kW12) {
+                const uint32_t patches = packed.header >> 8;
+                if (patches) patch(a, scratch, lane, w_at + sub * subtile + kPlaneBytes, patches, room, p.overflow);
+              }
+              if (sub + p.depth < count) packed.load(w_at + (sub + p.depth) * subtile, lane);
+            }
+            __syncwarp();
+            const uint64_t x_of = describe(x_at + sub * kTokens * 128);
+            group_fence();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) group_mma(acc[0], a + 4 * s, x_of + 2 * s);
+            group_commit();
+            group_wait();
+          }
+        } else if (present > 0 && own < count) {
           // A second row tile that is absent is computed from the first one's bytes and never stored.
           const uint32_t w_at[2] = {stage + w_offset, stage + w_offset + (R == 2 && present == 2) * p.stage_subtiles * subtile};
           const uint32_t x_at = x_ring + ring_at.slot * x_bytes;
@@ -227,8 +260,7 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
               }
           }
         }
-        __syncwarp();
-        if (lane < kArrivals) barrier_arrive(empty + 8 * ring_at.slot);
+        barrier_arrive(empty + 8 * ring_at.slot);
         ring_at.advance(p.stages);
       }
 
@@ -307,8 +339,8 @@ __global__ void __launch_bounds__(max_threads(NT, R), 1) gemm(const __grid_const
       const int token = at / outputs, out = at % outputs;
       const int row = EPILOGUE == kSilu ? (out / 8) * kRows + out % 8 : out;
       float sum = 0.f, up = 0.f;
-      for (int other = 0; other < p.split; ++other)
-        for (int share = 0; share < p.depth; ++share) {
+      for (int share = 0; share < p.depth; ++share)
+        for (int other = 0; other < p.split; ++other) {
           const uint32_t from = x_ring + ((share * kTokens + token) * stride + row) * 4;
           sum += part_of(from, other);
           if constexpr (EPILOGUE == kSilu) up += part_of(from + 32, other);
@@ -346,28 +378,29 @@ Encode encoder() {  // from the driver that is loaded, so that the library links
 bool make_maps(const Arguments& p, int tokens, Maps* maps) {
   const Encode encode = encoder();
   if (!encode) return false;
-  const cuuint32_t ones[3] = {1, 1, 1};
-  const cuuint32_t words = p.subtile_bytes / 8;  // at most 256, the limit of a box
-  const cuuint64_t sizes[3] = {words, cuuint64_t(p.subtiles), cuuint64_t(p.row_tiles)};
-  const cuuint64_t strides[2] = {words * 8, cuuint64_t(p.subtiles) * words * 8};
-  const cuuint32_t box[3] = {words, cuuint32_t(p.stage_subtiles), cuuint32_t(p.width)};
-  CUresult first = encode(&maps->weight, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, const_cast<uint8_t*>(p.weight), sizes,
+  const cuuint32_t ones[4] = {1, 1, 1, 1};
+  const cuuint32_t words = p.subtile_bytes / 8, stage = p.stage_subtiles;  // words: at most 256, the limit of a box
+  const cuuint64_t split = p.split, shared_out = p.subtiles / p.split, bytes = p.subtile_bytes;
+  const cuuint64_t sizes[4] = {words, split, shared_out, cuuint64_t(p.row_tiles)};
+  const cuuint64_t strides[3] = {bytes, split * bytes, p.subtiles * bytes};
+  const cuuint32_t box[4] = {words, 1, stage, cuuint32_t(p.width)};
+  CUresult first = encode(&maps->weight, CU_TENSOR_MAP_DATA_TYPE_UINT64, 4, const_cast<uint8_t*>(p.weight), sizes,
                           strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  const cuuint64_t x_sizes[3] = {kColumns, cuuint64_t(p.m), cuuint64_t(p.subtiles)};
-  const cuuint64_t x_strides[2] = {cuuint64_t(p.ldx) * 2, kColumns * 2};
-  const cuuint32_t x_box[3] = {kColumns, cuuint32_t(tokens), cuuint32_t(p.stage_subtiles)};
-  CUresult second = encode(&maps->x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<__nv_bfloat16*>(p.x), x_sizes,
+  const cuuint64_t x_sizes[4] = {kColumns, cuuint64_t(p.m), split, shared_out};
+  const cuuint64_t x_strides[3] = {cuuint64_t(p.ldx) * 2, kColumns * 2, split * kColumns * 2};
+  const cuuint32_t x_box[4] = {kColumns, cuuint32_t(tokens), 1, stage};
+  CUresult second = encode(&maps->x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<__nv_bfloat16*>(p.x), x_sizes,
                            x_strides, x_box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return first == CUDA_SUCCESS && second == CUDA_SUCCESS;
 }
 
-template <int FORMAT, int NT, int R, int EPILOGUE>
+template <int FORMAT, int NT, int MANNER, int EPILOGUE>
 cudaError_t launch(const Arguments& p, int groups, cudaStream_t stream) {
-  auto kernel = gemm<FORMAT, NT, R, EPILOGUE>;
-  const int consumers = (p.width + R - 1) / R * p.depth;
-  if ((consumers + 1) * 32 > max_threads(NT, R) || p.stages > kMaxStages) return cudaErrorInvalidConfiguration;
+  auto kernel = gemm<FORMAT, NT, MANNER, EPILOGUE>;
+  const int consumers = row_warps_of(p.width, MANNER) * p.depth;
+  if ((consumers + 1) * 32 > max_threads(NT, MANNER) || p.stages > kMaxStages) return cudaErrorInvalidConfiguration;
   Maps maps;
   if (!make_maps(p, NT * 8, &maps)) return cudaErrorNotSupported;
   size_t bytes = kAlign + static_cast<size_t>(p.stages) * (weight_stage_bytes(p) +
@@ -407,14 +440,24 @@ cudaError_t launch(const Arguments& p, int groups, cudaStream_t stream) {
 }
 
 template <int FORMAT, int EPILOGUE>
-cudaError_t choose(const Arguments& p, int r, int groups, cudaStream_t stream) {
+cudaError_t choose(const Arguments& p, int manner, int groups, cudaStream_t stream) {
   const int nt = (p.m + 7) / 8;
-#define W12_CASE(limit, NT)                                                                \
-  if (nt <= limit)                                                                         \
-    return r == 2 ? launch<FORMAT, NT, 2, EPILOGUE>(p, groups, stream)          \
-                  : launch<FORMAT, NT, 1, EPILOGUE>(p, groups, stream);
+#ifdef W12_WGMMA
+#define W12_GROUPED_CASE(NT) \
+  if (manner == kGrouped) return launch<FORMAT, NT, kGrouped, EPILOGUE>(p, groups, stream);
+#else
+#define W12_GROUPED_CASE(NT) \
+  if (manner == kGrouped) return cudaErrorNotSupported;
+#endif
+#define W12_CASE(limit, NT)                                                     \
+  if (nt <= limit) {                                                            \
+    W12_GROUPED_CASE(NT)                                                        \
+    return manner == kTwo ? launch<FORMAT, NT, kTwo, EPILOGUE>(p, groups, stream) \
+                          : launch<FORMAT, NT, kOne, EPILOGUE>(p, groups, stream); \
+  }
   W12_CASE(1, 1) W12_CASE(2, 2) W12_CASE(4, 4) W12_CASE(8, 8)
 #undef W12_CASE
+#undef W12_GROUPED_CASE
   return cudaErrorInvalidValue;
 }
 
@@ -436,16 +479,16 @@ __global__ void finish_best(const float* value, const int* index, float* out_val
 
 }  // namespace w12
 
-extern "C" const char* w12_gemm(const w12::Arguments* p, int format, int epilogue, int r, int groups, void* stream) {
+extern "C" const char* w12_gemm(const w12::Arguments* p, int format, int epilogue, int manner, int groups, void* stream) {
   using namespace w12;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
   cudaError_t error = cudaErrorInvalidValue;
-  if (format == kW12 && epilogue == kStore) error = choose<kW12, kStore>(*p, r, groups, s);
-  if (format == kW12 && epilogue == kSilu) error = choose<kW12, kSilu>(*p, r, groups, s);
-  if (format == kW12 && epilogue == kBest) error = choose<kW12, kBest>(*p, r, groups, s);
-  if (format == kBf16 && epilogue == kStore) error = choose<kBf16, kStore>(*p, r, groups, s);
-  if (format == kBf16 && epilogue == kSilu) error = choose<kBf16, kSilu>(*p, r, groups, s);
-  if (format == kBf16 && epilogue == kBest) error = choose<kBf16, kBest>(*p, r, groups, s);
+  if (format == kW12 && epilogue == kStore) error = choose<kW12, kStore>(*p, manner, groups, s);
+  if (format == kW12 && epilogue == kSilu) error = choose<kW12, kSilu>(*p, manner, groups, s);
+  if (format == kW12 && epilogue == kBest) error = choose<kW12, kBest>(*p, manner, groups, s);
+  if (format == kBf16 && epilogue == kStore) error = choose<kBf16, kStore>(*p, manner, groups, s);
+  if (format == kBf16 && epilogue == kSilu) error = choose<kBf16, kSilu>(*p, manner, groups, s);
+  if (format == kBf16 && epilogue == kBest) error = choose<kBf16, kBest>(*p, manner, groups, s);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

@@ -43,21 +43,12 @@ __device__ __forceinline__ void load_run(uint32_t target, const void* source, ui
 }
 
 // A box of a tensor to shared memory, completing on `barrier`; what lies outside the tensor arrives as zero.
-__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap& map, int c0, int c1, uint32_t barrier,
-                                         uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(&map), "r"(c0), "r"(c1), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap& map, int c0, int c1, int c2,
+__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap& map, int c0, int c1, int c2, int c3,
                                          uint32_t barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
-      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "l"(policy)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(target),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
       : "memory");
 }
 
