@@ -15,7 +15,13 @@ def main() -> None:
         print("| --- | --- | --- | --- | --- | --- | --- |")
         for m, t in by_rows.items():
             plain = t["library"] / t["w12_plain"]
-            cells = [m, f"{t['library']:.2f}", f"{t['twin']:.2f}", f"{t['w12']:.2f}", f"**{t['library'] / t['w12']:.3f}**"]
+            cells = [
+                m,
+                f"{t['library']:.2f}",
+                f"{t['twin']:.2f}",
+                f"{t['w12']:.2f}",
+                f"**{t['library'] / t['w12']:.3f}**",
+            ]
             print("| " + " | ".join([*cells, f"{t['w12_plain']:.2f}", f"{plain:.3f}"]) + " |")
     print("\n| N x K | rows | library us | TB/s | twin us | W12 us (least–most) | TB/s | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

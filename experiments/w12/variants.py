@@ -19,6 +19,7 @@ from specpilot.kernels.w12 import autotune, gemm
 from specpilot.kernels.w12.format import encode
 from specpilot.kernels.w12.layout import Tiles, tile_w12
 from specpilot.kernels.w12.linear import W12Head, W12Weight
+from specpilot.kernels.w12.triton_gemm import matmul
 
 Times = dict[str, dict[str, float]]
 
@@ -133,6 +134,22 @@ def crossover(n: int, k: int) -> Times:
     return found
 
 
+def triton_product(n: int, k: int) -> Times:
+    """The Triton kernel, CUDA's, the library. Without dependent launch, which Triton does not do."""
+    tiles = rotate(tile_w12(encode(gaussian(n, k))))
+    dense = [gaussian(n, k) for _ in range(copies(2 * n * k))]
+    found: Times = {}
+    for m in (1, 8, 16, 64):
+        x, y = torch.randn(m, k, device="cuda").bfloat16(), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        shape = autotune.choose(n, k, m)
+        found[str(m)] = {
+            "library": time_launches([partial(F.linear, x, w) for w in dense])[0],
+            "Triton": time_launches([partial(matmul, t, x) for t in tiles])[0],
+            "CUDA": time_launches([partial(gemm.launch, t, x, y, shape) for t in tiles])[0],
+        }
+    return found
+
+
 def main() -> None:
     """Time, print, record (microseconds)."""
     found = {
@@ -141,6 +158,8 @@ def main() -> None:
         "crossover 34816x5120": crossover(34816, 5120),
         "crossover 5120x6144": crossover(5120, 6144),
         "head 248320x5120": head(248320, 5120),
+        "Triton 34816x5120": triton_product(34816, 5120),
+        "Triton 5120x17408": triton_product(5120, 17408),
     }
     for name, by_rows in found.items():
         for m, times in by_rows.items():
