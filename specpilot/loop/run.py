@@ -214,9 +214,12 @@ def _workflow(context: RunContext) -> Outcome:
     if context.deployment.budget.rounds == 0:
         observe(context, "r0/observe", head, "stock")
     head = leave_one_out(context, head_of(context))  # attempts from outside may have gone further
-    context.journal.set_meta("stop_reason", stop.value)
     idle = context.deployment.budget.rounds == 0 and head == context.trees.first_commit
-    four = {} if idle else finish(context, head, stop)
+    if idle:
+        context.journal.set_meta("stop_reason", stop.value)
+    four = (
+        {} if idle else finish(context, head, stop)
+    )  # it writes the stop reason once the closing session is on record
     outcome = Outcome(context.run_dir, stop, four)
     _report(context, outcome)
     return outcome

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from specpilot.cli.status import state_of
 from specpilot.contracts import AttemptState, StopReason
 from specpilot.deployment import Budget
 from specpilot.errors import DigestError, InfrastructureError, RunFolderError, RunLockedError, UsageError
@@ -184,3 +185,18 @@ def test_interrupt_says_what_happened_and_how_to_go_on(tmp_path: Path) -> None:
     )
     assert stop_reason(tmp_path / "run") == "interrupted"
     assert resume(tmp_path / "run", plain=True).exit_code == 0
+
+
+def test_killed_in_its_closing_session_a_run_is_interrupted_not_ended(tmp_path: Path) -> None:
+    deployment = fake_setting(tmp_path, STOCK)
+    words = ["optimize", "-d", str(deployment.folder), "--run-dir", str(tmp_path / "run"), "--plain", "--rounds", "1"]
+    child = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert any("closing: ar, stock" in line for line in child.stdout)
+    child.kill()
+    child.communicate(timeout=60)
+    journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
+    assert state_of(tmp_path / "run", journal).startswith("interrupted")
+    journal.close()
+    assert resume(tmp_path / "run", plain=True).stop is StopReason.rounds_done
+    assert stop_reason(tmp_path / "run") == "rounds-done"
