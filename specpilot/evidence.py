@@ -2,7 +2,7 @@
 
 The journal seals itself (`specpilot.seal`). What it names elsewhere is checked here, before anybody builds on it: the
 commits (git's own digests, and that `first` and `best` are those that the journal recorded), the search workers' trial
-files, the report. Reads only, except for `seal_file`. May import errors, git, journal and workspace.
+files, the report. Reads only, except for `seal_file`. May import contracts, errors, git, journal and workspace.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from specpilot.contracts import StopReason
 from specpilot.errors import TamperedEvidenceError
 from specpilot.git import GitError, run_git
 from specpilot.journal import Journal
@@ -76,9 +77,21 @@ def _check_repository(journal: Journal, workspace: Workspace) -> None:
         raise TamperedEvidenceError(
             f"{workspace.repo} begins at {workspace.first_commit[:12]}, the run began at {first[:12]}", hint
         )
-    merges = [journal.result(key) for key in journal.finished_keys(lambda key: "/merge" in key)]
-    known = {first, *(value["after"] for value in merges if isinstance(value, dict) and "after" in value)}
-    if best not in known:
+    if best not in _known_heads(journal, first):
         raise TamperedEvidenceError(
             f"{workspace.repo}: specpilot/best is {best[:12]}, which no recorded merge ended in", hint
         )
+
+
+def _known_heads(journal: Journal, first: str) -> set[str]:
+    """Commits that `best` may stand at.
+
+    In a complete run: the one that the closing session measured, or what outsiders (`x/`) or a later leaving-out
+    (`without/`) made of it since. Before that: any that a merge ended in, as a killed run may not have moved the branch yet.
+    """
+    merges = {key: journal.result(key) for key in journal.finished_keys(lambda key: "/merge" in key)}
+    after = {key: value["after"] for key, value in merges.items() if isinstance(value, dict) and "after" in value}
+    final, reason = journal.get_meta("final_head"), journal.get_meta("stop_reason")
+    if final and reason and StopReason(reason).complete:
+        return {final, *(commit for key, commit in after.items() if not key.startswith("r"))}
+    return {first, *after.values()}

@@ -218,6 +218,13 @@ def test_the_repository_is_held_against_the_journal(path: Path, workspace: Works
         check_run(path.parent, journal, workspace)
     journal.step("r1/merge/0", lambda: {"after": better})
     check_run(path.parent, journal, workspace)
+    journal.set_meta("final_head", better)
+    journal.set_meta("stop_reason", "rounds-done")
+    workspace.set_head(first)
+    with pytest.raises(TamperedEvidenceError, match="specpilot/best"):
+        check_run(path.parent, journal, workspace)  # rolled back: the figures of the closing session are not its own
+    journal.set_meta("stop_reason", "interrupted")
+    check_run(path.parent, journal, workspace)
     workspace.first_commit = better
     with pytest.raises(TamperedEvidenceError, match="begins at"):
         check_run(path.parent, journal, workspace)
