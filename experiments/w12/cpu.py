@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from specpilot.kernels.w12 import policy
+from specpilot.kernels.w12.container import policy
 from specpilot.kernels.w12.cpu import build
 from specpilot.kernels.w12.cpu.linear import CpuLinear
 from specpilot.kernels.w12.format import encode, exponent_counts

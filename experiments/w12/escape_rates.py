@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specpilot.kernels.w12 import policy
+from specpilot.kernels.w12.container import policy
 from specpilot.kernels.w12.format import encode, exponent_counts
 
 SHAPE = (4096, 5120)

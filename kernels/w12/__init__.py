@@ -2,6 +2,6 @@
 
 A BF16 word is sign, eight exponent bits and seven mantissa bits. The exponents of one weight matrix span few values, so
 four bits say which of fifteen neighbours a weight has; the rare rest (about one weight in five thousand) is listed with
-its true word. `format` holds the logical planes, `checkpoint` the container on disk, `cpu` the C++ product; the GPU
+its true word. `format` holds the logical planes, `container` the checkpoint on disk, `cpu` the C++ product; the GPU
 kernels lie beside them. Everything here runs in the engine's process: torch is allowed, the control plane is not.
 """

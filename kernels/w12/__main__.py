@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from .checkpoint import pack, unpack
+from .container.checkpoint import pack, unpack
+from .container.policy import MAX_ESCAPE_RATE
 from .errors import W12Error
-from .policy import MAX_ESCAPE_RATE
 
 
 def main() -> int:

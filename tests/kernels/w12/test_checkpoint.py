@@ -23,12 +23,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specpilot.cli import main
-from specpilot.kernels.w12 import packing, policy
-from specpilot.kernels.w12.blob import Sections, pack_nibbles, unpack_nibbles
-from specpilot.kernels.w12.checkpoint import MANIFEST, pack, read_manifest, unpack
+from specpilot.kernels.w12.container import packing, policy
+from specpilot.kernels.w12.container.blob import Sections, pack_nibbles, unpack_nibbles
+from specpilot.kernels.w12.container.checkpoint import MANIFEST, pack, read_manifest, unpack
+from specpilot.kernels.w12.container.packed_file import PackedFile
 from specpilot.kernels.w12.errors import BadCheckpoint, BadRequest, MachineProblem, W12Error
 from specpilot.kernels.w12.format import decode, encode
-from specpilot.kernels.w12.packed_file import PackedFile
 
 HEAD, UP, PADDED, WILD = "model.embed_tokens.weight", "model.up.weight", "model.padded.weight", "model.wild.weight"
 
@@ -154,7 +154,7 @@ def test_a_packed_file_is_safetensors_with_aligned_tensors(packed: Path) -> None
 
 
 def test_slices_do_not_show(checkpoint: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpilot.kernels.w12.blob.CHUNK_WEIGHTS", 1)  # slices of 128 rows
+    monkeypatch.setattr("specpilot.kernels.w12.container.blob.CHUNK_WEIGHTS", 1)  # slices of 128 rows
     pack(checkpoint, tmp_path / "sliced")
     assert contents(tmp_path / "sliced") == contents(packed)
     unpack(packed, tmp_path / "again")

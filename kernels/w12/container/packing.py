@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..format import decode, encode, exponent_counts
 from . import policy
 from .blob import Sections, Stored, align_up, metadata_of, pack_nibbles, rows_per_slice
-from .format import decode, encode, exponent_counts
 from .safetensors_file import ITEM_BYTES, Entry, SafetensorsFile, header_text
 
 _WIDEST = 10**19  # no number in a header is wider; used to reserve room for it

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .format import choose_base, count_escapes
+from ..format import choose_base, count_escapes
 
 RowBlock = Literal["auto", "none", "64", "128"]
 MIN_WEIGHTS = 1 << 16  # below 128 KiB a launch costs more than the bytes

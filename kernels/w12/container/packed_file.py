@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import BadCheckpoint
+from ..format import MAX_BASE, Planes, decode
 from .blob import Sections, read_metadata, rows_per_slice, unpack_nibbles
-from .errors import BadCheckpoint
-from .format import MAX_BASE, Planes, decode
 from .safetensors_file import SafetensorsFile
 
 

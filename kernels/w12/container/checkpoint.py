@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import BadCheckpoint, BadRequest, MachineProblem
+from ..format import VERSION
 from . import policy
 from .blob import Stored
-from .errors import BadCheckpoint, BadRequest, MachineProblem
-from .format import VERSION
 from .packed_file import PackedFile
 from .packing import pack_file
 from .safetensors_file import SafetensorsFile

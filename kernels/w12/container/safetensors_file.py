@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from .errors import BadCheckpoint
+from ..errors import BadCheckpoint
 
 MAX_HEADER = 100_000_000  # the official reader's limit
 PIECE = 16 << 20  # bytes of a piece when data is copied or hashed

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import BadCheckpoint
-from .format import CHUNK_WEIGHTS, VERSION
+from ..errors import BadCheckpoint
+from ..format import CHUNK_WEIGHTS, VERSION
 
 KEY = "w12"
 ALIGN = 64
