@@ -87,7 +87,7 @@ def heuristic(n: int, k: int, m: int, processors: int, subtile: int = W12_SUBTIL
         and row_tiles <= 8 * (processors // split)
         and all(_fitting(n, k, parts, b, processors, subtile) for b in BUCKETS)
     ]
-    split, depth = min(complete, key=lambda order: _distance(row_tiles, *order, processors), default=(1, 1))
+    split, depth = min(complete, key=lambda order: _distance(row_tiles, order[0], order[1], processors), default=(1, 1))
     return _largest(n, k, split * depth, m, processors, subtile, best)
 
 
