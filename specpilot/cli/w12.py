@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import specpilot
@@ -124,5 +125,5 @@ def _table(tensors: list[dict[str, Any]]) -> Table:
         block = ("all" if t["row_block"] is None else str(t["row_block"])) if t["packed"] else ""
         rate = f"{t['escape_rate']:.4%}" if t["packed"] else ""
         shape = "x".join(map(str, t["shape"])) or "scalar"
-        table.add_row(t["name"], shape, stored, block, f"{t['bits_per_weight']:.3f}", rate)
+        table.add_row(escape(t["name"]), shape, escape(stored), block, f"{t['bits_per_weight']:.3f}", rate)
     return table
