@@ -27,10 +27,12 @@ import torch
 from torch import Tensor
 
 from ..errors import BadCheckpoint
-from ..format import CHUNK_WEIGHTS, VERSION
+from ..format import CHUNK_WEIGHTS, VERSION, blocks_of
+from .safetensors_file import parse, whole_numbers
 
 KEY = "w12"
 ALIGN = 64
+ROW_BLOCKS = (None, 64, 128)  # each divides the rows of a slice
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def read_metadata(path: Path, metadata: dict[str, str]) -> tuple[str, dict[str, 
             f"{path} is not a packed file: it has no {KEY} metadata", "give a folder that `pack` wrote."
         )
     try:
-        value = json.loads(text)
+        value = parse(text)
         version = value["version"]
         if version != VERSION:
             raise BadCheckpoint(
@@ -139,5 +141,14 @@ def read_metadata(path: Path, metadata: dict[str, str]) -> tuple[str, dict[str, 
 
 
 def _stored(value: dict[str, Any]) -> Stored:
-    value = {**value, "shape": tuple(value["shape"]), "planes_sha256": tuple(value["planes_sha256"])}
-    return Stored(**value)
+    """Raises for counts that no writer of ours gives: the sum of the metadata is no signature, and sizes follow from them."""
+    value = {**value, "shape": whole_numbers(value["shape"]), "planes_sha256": tuple(value["planes_sha256"])}
+    kept = Stored(**value)
+    whole_numbers([kept.stored_bytes, kept.bases, kept.escapes])
+    if kept.packed:
+        rows, columns = kept.shape
+        if kept.dtype != "BF16" or min(rows, columns) < 1 or kept.row_block not in ROW_BLOCKS:
+            raise ValueError(f"{kept.dtype} {list(kept.shape)} cannot be packed with bases of {kept.row_block} rows")
+        if kept.bases != blocks_of(rows, kept.row_block) or kept.escapes > kept.weights:
+            raise ValueError(f"{kept.bases} bases and {kept.escapes} escapes do not go with {list(kept.shape)}")
+    return kept

@@ -2,7 +2,8 @@
 
 `pack` writes a folder in which every `NAME.safetensors` has become `NAME.w12.safetensors` (so that no other program takes
 it for weights it can read), everything else lies as it did, and `w12.json` says what is there, with SHA-256 sums.
-`unpack` writes the original folder again, file for file the same bytes.
+`unpack` writes the original folder again, file for file the same bytes. Links to files become files; empty folders, and a
+downloader's .git and .cache, are left behind; a link to a folder is refused.
 
 Both write to a hidden folder beside the destination and rename it when it is complete: the destination is whole or
 absent, whatever happens. A second run on the same destination is refused while the first works; what a killed run left is
@@ -20,7 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import BadCheckpoint, BadRequest, MachineProblem
@@ -29,7 +30,7 @@ from . import policy
 from .blob import Stored
 from .packed_file import PackedFile
 from .packing import pack_file
-from .safetensors_file import SafetensorsFile
+from .safetensors_file import SafetensorsFile, parse, whole_numbers
 
 MANIFEST = "w12.json"
 SUFFIX = ".w12.safetensors"
@@ -137,7 +138,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """`w12.json` of a packed folder, checked. Raises BadCheckpoint."""
     path = folder / MANIFEST
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse(path.read_text(encoding="utf-8"))
         expected = value.pop("sha256")
         if value["format"] != "w12":
             raise ValueError("not the manifest of a packed checkpoint")
@@ -154,7 +155,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if _manifest_sum(value) != expected:
         raise BadCheckpoint(f"{path} does not match its checksum", "copy the folder again, or pack the original again.")
+    try:
+        _check_rows(value)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadCheckpoint(f"{path} is malformed ({error!r})", "pack the original checkpoint again.") from error
     return dict(value)
+
+
+def _check_rows(manifest: dict[str, Any]) -> None:
+    """Raise for a manifest that names anything outside its folder: the sum in it is no signature, anybody can make one."""
+    names: list[str] = []
+    for row in (*manifest["files"], *manifest["copied"]):
+        whole_numbers([row["bytes"]])
+        names.append(row["name"])
+        for name in (row["name"], row.get("packed", row["name"])):
+            path = PurePosixPath(name)
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+                raise ValueError(f"{name!r} does not lie in the folder")
+        if not all(isinstance(row[key], str) for key in ("name", "sha256")):
+            raise TypeError(f"{row['name']!r} has no checksum")
+    if len(set(names)) < len(names):
+        raise ValueError("a name appears twice")
 
 
 def weights_digest(sums: dict[str, str]) -> str:
@@ -187,14 +208,23 @@ def _inventory(checkpoint: Path) -> tuple[list[str], list[str]]:
         )
     weights: list[str] = []
     others: list[str] = []
-    for folder, inner, names in os.walk(checkpoint):
+    for folder, inner, names in os.walk(checkpoint, onerror=_unreadable):
         inner[:] = sorted(name for name in inner if name not in _SKIPPED)
+        for path in (Path(folder) / name for name in inner):
+            if path.is_symlink():
+                raise BadCheckpoint(f"{path} is a link to a folder", "put the folder itself there, or remove the link.")
         for name in names:
+            if not (Path(folder) / name).is_file():
+                raise BadCheckpoint(f"{Path(folder) / name} is a broken link or no regular file", "remove or mend it.")
             relative = str((Path(folder) / name).relative_to(checkpoint))
             (weights if folder == str(checkpoint) and name.endswith(".safetensors") else others).append(relative)
     if not weights:
         raise BadCheckpoint(f"{checkpoint} holds no .safetensors file", "convert the checkpoint to safetensors first.")
     return sorted(weights), sorted(others)
+
+
+def _unreadable(error: OSError) -> None:
+    raise MachineProblem(f"{error.filename}: {error.strerror}", "check that folder and its permissions.") from error
 
 
 def _check_complete(checkpoint: Path, weights: list[str]) -> list[str]:
@@ -205,7 +235,7 @@ def _check_complete(checkpoint: Path, weights: list[str]) -> list[str]:
             found.update((entry.name, name) for entry in file.entries)
     for index in sorted(checkpoint.glob("*.safetensors.index.json")):
         try:
-            wanted = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            wanted = dict(parse(index.read_text(encoding="utf-8"))["weight_map"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BadCheckpoint(f"{index} is malformed ({error!r})", "fetch it again.") from error
         for tensor, file_name in wanted.items():
@@ -222,7 +252,7 @@ def _check_complete(checkpoint: Path, weights: list[str]) -> list[str]:
 
 def _config(checkpoint: Path) -> dict[str, Any]:
     try:
-        value = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        value = parse((checkpoint / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +32,13 @@ class PackedFile(SafetensorsFile):
             raise
 
     def planes(self, name: str) -> Planes:
-        """A packed matrix, whole. Does not check the sums of bytes and codes (`restore` does)."""
-        rows = self.stored[name].shape[0]
-        return next(self._slices(name, rows))[0]
+        """A packed matrix, whole. Raises KeyError for a tensor that is not packed, BadCheckpoint for a damaged one."""
+        kept = self.stored[name]
+        if not kept.packed:
+            raise KeyError(f"{self.path}: tensor {name} is not packed ({kept.reason}): read it as safetensors")
+        planes, raw = next(self._slices(name, kept.shape[0]))
+        self._check_sums(name, [hashlib.sha256(data) for data in raw])
+        return planes
 
     def tensor_bytes(self, name: str) -> Iterator[bytes | bytearray]:
         """The original bytes of a tensor in pieces. Raises BadCheckpoint if anything does not match its sum."""
@@ -64,8 +69,9 @@ class PackedFile(SafetensorsFile):
             expected = kept.stored_bytes
             if kept.packed:
                 expected = Sections.of(kept.weights, kept.bases, kept.escapes).size
-            if expected != place.size:
-                raise self.damaged(name, f"it has {place.size} bytes, its metadata say {expected}")
+            wanted = ("U8", (expected,)) if kept.packed else (kept.dtype, kept.shape)
+            if expected != place.size or wanted != (place.dtype, place.shape):
+                raise self.damaged(name, f"it has {place.size} bytes of {place.dtype}, its metadata say {expected}")
 
     def _decoded(self, name: str) -> Iterator[bytes]:
         sums = [hashlib.sha256(), hashlib.sha256()]
@@ -73,6 +79,10 @@ class PackedFile(SafetensorsFile):
             for digest, data in zip(sums, raw, strict=True):
                 digest.update(data)
             yield decode(planes).view(torch.int16).numpy().tobytes()
+        self._check_sums(name, sums)
+
+    def _check_sums(self, name: str, sums: list[Any]) -> None:
+        """Of the bytes and of the codes."""
         for digest, expected in zip(sums, self.stored[name].planes_sha256, strict=False):
             if digest.hexdigest() != expected:
                 raise self.damaged(name, "its planes do not match their checksums")

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import BadCheckpoint
 from ..format import decode, encode, exponent_counts
 from . import policy
 from .blob import Sections, Stored, align_up, metadata_of, pack_nibbles, rows_per_slice
-from .safetensors_file import ITEM_BYTES, Entry, SafetensorsFile, header_text
+from .safetensors_file import ITEM_BYTES, MAX_HEADER, Entry, SafetensorsFile, header_text
 
 _WIDEST = 10**19  # no number in a header is wider; used to reserve room for it
 
@@ -29,6 +30,11 @@ def pack_file(
     """
     with path.open("xb") as file:
         room = _reserve(source)
+        if room > MAX_HEADER:
+            raise BadCheckpoint(
+                f"{source.path} has too many tensors ({len(source.entries)}): a packed header would outgrow what readers take",
+                "save the checkpoint in more, smaller files.",
+            )
         at, stored, places = room, {}, []
         rest = []
         for entry in source.entries:

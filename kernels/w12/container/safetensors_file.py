@@ -2,7 +2,8 @@
 
 Packing must give back a file byte for byte, whoever wrote it, and must never hold a tensor of gigabytes; the official
 library offers neither. Format: eight bytes little-endian header length, JSON header (may end in spaces), then the data,
-which the tensors cover without gap or overlap. Files of other writers are checked as strictly as the official reader does.
+which the tensors cover without gap or overlap. Files of other writers are checked as strictly as the official reader does,
+except that a type it does not know is carried along: its bytes are copied, whatever they mean.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class SafetensorsFile:
             raise self._bad(f"its header claims {length} bytes, the file has {self.size}")
         try:
             text = self.read(8, length).decode()
-            raw = json.loads(text, object_pairs_hook=_no_repeats)
+            raw = parse(text, object_pairs_hook=_no_repeats)
         except ValueError as error:
             raise self._bad(f"its header is not JSON ({error})") from error
         if not isinstance(raw, dict):
@@ -103,15 +104,12 @@ class SafetensorsFile:
             if name == "__metadata__":
                 continue
             try:
-                first, last = (int(v) for v in value["data_offsets"])
-                entry = Entry(
-                    name, str(value["dtype"]), tuple(int(n) for n in value["shape"]), start + first, last - first
-                )
+                entry = _entry(name, value, start)
             except (TypeError, KeyError, ValueError) as error:
-                raise self._bad(f"the header's entry of {name} is malformed") from error
+                raise self._bad(f"the header's entry of {name!r} is malformed") from error
             item = ITEM_BYTES.get(entry.dtype)
-            if min((*entry.shape, entry.size, first)) < 0 or (item and prod(entry.shape) * item != entry.size):
-                raise self._bad(f"{name} has shape {list(entry.shape)} {entry.dtype} but {entry.size} bytes")
+            if entry.size < 0 or (item and prod(entry.shape) * item != entry.size):
+                raise self._bad(f"{name!r} has shape {list(entry.shape)} {entry.dtype} but {entry.size} bytes")
             entries.append(entry)
         entries.sort(key=lambda e: (e.offset, e.size))
         end = start
@@ -127,6 +125,31 @@ class SafetensorsFile:
         return BadCheckpoint(f"{self.path} is not a usable safetensors file: {what}", "fetch or pack it again.")
 
 
+def parse(text: str, **options: Any) -> Any:
+    """`json.loads`, for text that others wrote: whatever is wrong with it is a ValueError."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def whole_numbers(values: Any) -> tuple[int, ...]:
+    """A JSON list of numbers that fit 64 bits, as a tuple. Raises TypeError or ValueError for anything else."""
+    if not isinstance(values, list) or any(type(v) is not int for v in values):  # True is an int, but no size
+        raise TypeError(f"{values!r} is not a list of whole numbers")
+    if not all(0 <= v < 1 << 64 for v in values):
+        raise ValueError(f"{values!r} has a number outside 64 bits")
+    return tuple(values)
+
+
+def _entry(name: str, value: dict[str, Any], start: int) -> Entry:
+    name.encode()  # a lone surrogate is a ValueError
+    first, last = whole_numbers(value["data_offsets"])
+    if not isinstance(value["dtype"], str):
+        raise TypeError("the type is no text")
+    return Entry(name, value["dtype"], whole_numbers(value["shape"]), start + first, last - first)
+
+
 def header_text(metadata: dict[str, str], entries: list[Entry], start: int = 0) -> str:
     """The header of a file whose data begin at byte `start` of the coordinates that `entries` use."""
     value: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -137,9 +160,11 @@ def header_text(metadata: dict[str, str], entries: list[Entry], start: int = 0) 
 
 
 def _metadata(path: Path, raw: dict[str, Any]) -> dict[str, str]:
-    found = raw.get("__metadata__", {})
+    found = raw.get("__metadata__")
+    if found is None:
+        return {}
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        raise BadCheckpoint(f"{path} is not a usable safetensors file: its metadata are not strings")
+        raise BadCheckpoint(f"{path} is not a usable safetensors file: its metadata are not strings", "fetch it again.")
     return found
 
 
