@@ -67,11 +67,12 @@ def candidates(n: int, k: int, parts: int, m: int, processors: int, subtile: int
 
 
 def _widths(row_tiles: int, split: int, rounds: int, processors: int) -> list[int]:
-    counts = cluster_counts(processors, split)
+    counts = [count for count in cluster_counts(processors, split) if count]
     widths = {-(-row_tiles // (count * r)) for count in counts for r in range(1, rounds + 1)}
     return sorted(width for width in widths if width <= 20)[-3:]
 
 
+@cache  # an untuned matrix asks at every launch, and the search takes tens of milliseconds
 def heuristic(n: int, k: int, m: int, processors: int, subtile: int = W12_SUBTILE, best: bool = False) -> Shape:
     """A launch for a matrix that nobody tuned. Its order of additions depends on the matrix and the card only.
 
@@ -85,21 +86,22 @@ def heuristic(n: int, k: int, m: int, processors: int, subtile: int = W12_SUBTIL
         if 1 < parts
         and split <= 2
         and row_tiles <= 8 * (processors // split)
-        and all(_fitting(n, k, parts, b, processors, subtile) for b in BUCKETS)
+        and all(any(_fitting(n, k, parts, b, processors, subtile)) for b in BUCKETS)
     ]
     split, depth = min(complete, key=lambda order: _distance(row_tiles, order[0], order[1], processors), default=(1, 1))
     return _largest(n, k, split * depth, m, processors, subtile, best)
 
 
-def _fitting(n: int, k: int, parts: int, m: int, processors: int, subtile: int, best: bool = False) -> list[Shape]:
+def _fitting(n: int, k: int, parts: int, m: int, processors: int, subtile: int, best: bool = False) -> Iterator[Shape]:
     """Without `grouped`, which not every card has, and large clusters, which not every card can fill."""
     found = candidates(n, k, parts, m, processors, subtile)
-    return [c for c in found if c.fits(subtile, m, best) and not c.grouped and c.split <= 2]
+    return (c for c in found if c.fits(subtile, m, best) and not c.grouped and c.split <= 2)
 
 
+@cache
 def _largest(n: int, k: int, parts: int, m: int, processors: int, subtile: int, best: bool) -> Shape:
     """The shape of an order of additions that wastes least rows and has the deepest ring."""
-    fitting = _fitting(n, k, parts, m, processors, subtile, best)
+    fitting = list(_fitting(n, k, parts, m, processors, subtile, best))
     if not fitting and parts == 1:
         fitting = [s for s in (Shape(w, stages=3) for w in (12, 8, 4, 2, 1)) if s.fits(subtile, m, best)]
     if not fitting:
@@ -134,7 +136,8 @@ def choose(n: int, k: int, m: int, device: torch.device | int | None = None, **l
     properties = torch.cuda.get_device_properties(device if device is not None else torch.cuda.current_device())
     best = bool(limits.get("best", False))
     subtile = int(str(limits.get("subtile", W12_SUBTILE)))
-    found = _table(TUNED / f"{card_name(device)}.json").get(f"{n}x{k}", {}).get(str(bucket_of(m)))
+    m = bucket_of(m)  # what fits, and which choice, depends on no more
+    found = _table(TUNED / f"{card_name(device)}.json").get(f"{n}x{k}", {}).get(str(m))
     processors = properties.multi_processor_count
     if not found:
         return heuristic(n, k, m, processors, subtile, best)

@@ -74,6 +74,10 @@ class Shape:
 
     def fits(self, subtile: int, m: int, best: bool = False) -> bool:
         """Whether a block of threads can be launched so."""
+        if min(self.width, self.stages, self.stage_subtiles) < 1 or not (
+            self.rows in (1, 2) and self.split in (1, 2, 4, 8) and self.depth in (1, 2, 4)
+        ):
+            return False
         limit = 352 if self.rows == 2 else 512 if padded_rows(m) == 64 else 640  # threads; `max_threads` of gemm.cu
         limit = 672 if self.grouped else limit
         return (
@@ -122,6 +126,8 @@ def launch(
     groups = min(needed, max(1, processors * shape.blocks // shape.split))
     if shape.parts > 1 and groups < needed:
         raise ValueError(f"{shape} must take {row_tiles} row tiles in one round; {processors} multiprocessors do not")
+    if epilogue == BEST and (best is None or min(t.numel() for t in best) < groups * m * TOP or not 1 <= top <= TOP):
+        raise ValueError(f"the {top} best logits need two lists of {groups} x {m} x {TOP}, and at most {TOP} are kept")
     arguments = Arguments(
         weight=tiles.data.data_ptr(),
         overflow=tiles.overflow.data_ptr(),
@@ -255,6 +261,8 @@ def _check(tiles: Tiles, x: Tensor, y: Tensor | None, residual: Tensor | None, s
     m = x.shape[0]
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != k:
         raise ValueError(f"x must be bfloat16 [rows, {k}], got {x.dtype} {tuple(x.shape)}")
+    if x.device != tiles.data.device:
+        raise ValueError(f"x lies on {x.device}, the weight on {tiles.data.device}: move one of them")
     if not 1 <= m <= MAX_ROWS:
         raise ValueError(f"the kernel takes 1..{MAX_ROWS} rows, got {m}: expand the weight and call the library")
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
@@ -265,6 +273,8 @@ def _check(tiles: Tiles, x: Tensor, y: Tensor | None, residual: Tensor | None, s
         )
     if epilogue == BEST and shape.parts > 1:
         raise ValueError("the best logits need split 1 and depth 1")
+    if epilogue != STORE and residual is not None:
+        raise ValueError("only the plain product adds a residual")
     if (epilogue == SILU) != tiles.paired:
         raise ValueError("the SiLU variant and tiles of paired halves go together")
     if epilogue != BEST:

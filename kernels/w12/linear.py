@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,13 @@ class W12Weight(nn.Module):
         self.register_buffer("data", tiles.data)
         self.register_buffer("overflow", tiles.overflow)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Other weights of this shape may have longer records and more patches."""
+        data, overflow = (state_dict.get(prefix + name) for name in ("data", "overflow"))
+        if data is not None and overflow is not None and data.shape[:2] == self.data.shape[:2]:
+            self.data, self.overflow = self.data.new_empty(data.shape), self.overflow.new_empty(overflow.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     @property
     def tiles(self) -> Tiles:
         """The tiles as they lie on the device now."""
@@ -74,26 +82,68 @@ class W12Weight(nn.Module):
         return out
 
     def product(
-        self, x: Tensor, out: Tensor, epilogue: int = gemm.STORE, *, residual: Tensor | None = None, dependent: bool
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        epilogue: int = gemm.STORE,
+        *,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        dependent: bool = False,
     ) -> Tensor:
-        """x bfloat16 [m, K] into out: a fused launch for each 64 rows, so that a row's result does not depend on m."""
+        """What the layers below compute, x bfloat16 [..., K] into [..., N] (SILU: [..., N / 2]), by the way that is fastest.
+
+        Fused launches of up to 64 rows, so that a row's result does not depend on their number; above `EXPAND_ABOVE`
+        rows, and on a CPU, the expanded weight and the library. `out` may be `residual`. Raises ValueError for a wrong
+        shape.
+        """
+        n, k = self.shape[0] // (2 if epilogue == gemm.SILU else 1), self.shape[1]
+        if x.dim() < 1 or x.shape[-1] != k:
+            raise ValueError(f"x must be [..., {k}] for a weight of {list(self.shape)}, got {list(x.shape)}")
+        shape = (*x.shape[:-1], n)
+        for name, given in (("out", out), ("residual", residual)):
+            if given is not None and tuple(given.shape) != shape:
+                raise ValueError(f"{name} must be {list(shape)} for x of {list(x.shape)}, got {list(given.shape)}")
+        rows = x.reshape(-1, k)
+        if not x.is_cuda or rows.shape[0] > EXPAND_ABOVE:
+            y = self._expanded(x, epilogue, bias, residual)
+            return y if out is None else out.copy_(y)
+        y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+        last = residual if bias is not None else None  # added after the bias, as separate operations would
+        sums = y if last is None else torch.empty_like(y)  # `out` may be `residual`, which is needed until the end
+        fused = residual.reshape(-1, n) if residual is not None and last is None else None
+        if rows.shape[0]:
+            self._launch(rows, sums.view(-1, n), epilogue, fused, dependent)
+        if bias is not None:
+            sums += bias
+        return sums if last is None else torch.add(sums, last, out=y)
+
+    def _expanded(self, x: Tensor, epilogue: int, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        y = F.linear(x, self.dense(), bias)
+        if epilogue == gemm.SILU:
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        return y if residual is None else y + residual
+
+    def _launch(self, x: Tensor, y: Tensor, epilogue: int, residual: Tensor | None, dependent: bool) -> None:
+        """x [m, K] into y by kernels that read the tiles."""
         if not has_kernels(x.device):
-            return self._without_kernels(x, out, epilogue, residual)
+            self._without_kernels(x, y, epilogue, residual)
+            return
         for start in range(0, x.shape[0], gemm.MAX_ROWS):
             rows = slice(start, start + gemm.MAX_ROWS)
             shape = choose(*self.shape, x[rows].shape[0], x.device, subtile=self.data.shape[2])
             added = residual[rows] if residual is not None else None
-            gemm.launch(self.tiles, x[rows], out[rows], shape, epilogue, residual=added, dependent=dependent)
-        return out
+            gemm.launch(self.tiles, x[rows], y[rows], shape, epilogue, residual=added, dependent=dependent)
 
-    def _without_kernels(self, x: Tensor, out: Tensor, epilogue: int, residual: Tensor | None) -> Tensor:
+    def _without_kernels(self, x: Tensor, y: Tensor, epilogue: int, residual: Tensor | None) -> None:
         if epilogue == gemm.SILU:
-            gate, up = F.linear(x, self.dense()).chunk(2, dim=-1)
-            return out.copy_(F.silu(gate) * up)
+            y.copy_(self._expanded(x, epilogue, None, None))
+            return
         from specpilot.kernels.w12.triton_gemm import matmul  # only here: Triton may be absent where it is not needed
 
-        y = matmul(self.tiles, x)
-        return out.copy_(y if residual is None else y + residual)
+        product = matmul(self.tiles, x)
+        y.copy_(product if residual is None else product + residual)
 
 
 def from_linear(weight: Tensor, *, paired: bool = False, row_block: int | None = None) -> W12Weight:
@@ -124,21 +174,7 @@ class W12Linear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x: bfloat16 [..., K]; residual and out: [..., N]."""
-        n, k = self.weight.shape
-        rows = x.reshape(-1, k)
-        if not x.is_cuda or rows.shape[0] > EXPAND_ABOVE:
-            y = F.linear(x, self.weight.dense(), self.bias)
-            y = y if residual is None else y + residual
-            return y if out is None else out.copy_(y)
-        y = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device) if out is None else out
-        fused = residual.reshape(-1, n) if residual is not None and self.bias is None else None
-        if rows.shape[0]:
-            self.weight.product(rows, y.view(-1, n), residual=fused, dependent=self.dependent)
-        if self.bias is not None:
-            y += self.bias
-            if residual is not None:
-                y += residual
-        return y
+        return self.weight.product(x, out, bias=self.bias, residual=residual, dependent=self.dependent)
 
 
 class W12GateUp(nn.Module):
@@ -152,35 +188,27 @@ class W12GateUp(nn.Module):
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: bfloat16 [..., K]; returns [..., N / 2]."""
-        n, k = self.weight.shape
-        rows = x.reshape(-1, k)
-        if not x.is_cuda or rows.shape[0] > EXPAND_ABOVE:
-            gate, up = F.linear(x, self.weight.dense()).chunk(2, dim=-1)
-            y = F.silu(gate) * up
-            return y if out is None else out.copy_(y)
-        y = torch.empty(*x.shape[:-1], n // 2, dtype=x.dtype, device=x.device) if out is None else out
-        if rows.shape[0]:
-            self.weight.product(rows, y.view(-1, n // 2), gemm.SILU, dependent=self.dependent)
-        return y
+        return self.weight.product(x, out, gemm.SILU, dependent=self.dependent)
 
 
 class W12Head(nn.Module):
     """A language-model head. Equal logits (after rounding to BF16) resolve to the lowest token, as torch.argmax does."""
 
-    best_value: Tensor
-    best_index: Tensor
-
     def __init__(self, weight: W12Weight, *, dependent: bool = False) -> None:
         super().__init__()
         self.weight, self.dependent = weight, dependent
-        blocks = (
-            torch.cuda.get_device_properties(weight.data.device).multi_processor_count if weight.data.is_cuda else 0
-        )
-        size = 2 * blocks * gemm.MAX_ROWS * gemm.TOP
-        self.register_buffer("best_value", torch.empty(size, device=weight.data.device), persistent=False)
-        self.register_buffer(
-            "best_index", torch.empty(size, dtype=torch.int32, device=weight.data.device), persistent=False
-        )
+        # No buffers: a cast of the model would shorten them under the kernel, and a move leave them behind.
+        self._held: tuple[Tensor, Tensor] | None = None
+        if weight.data.is_cuda:
+            self._lists(weight.data.device)
+
+    def _lists(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Room for the best logits of every thread block. Grown by the first call after a move; capture after that."""
+        if self._held is None or self._held[0].device != device:
+            blocks = torch.cuda.get_device_properties(device).multi_processor_count
+            value = torch.empty(2 * blocks * gemm.MAX_ROWS * gemm.TOP, device=device)
+            self._held = value, torch.empty_like(value, dtype=torch.int32)
+        return self._held
 
     def logits(self, x: Tensor) -> Tensor:
         """bfloat16 [..., N], written out."""
@@ -188,16 +216,33 @@ class W12Head(nn.Module):
 
     def argmax(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """int64 [m] of bfloat16 x [m, K]."""
-        index = out.view(-1, 1) if out is not None else torch.empty(x.shape[0], 1, dtype=torch.int64, device=x.device)
-        return self._best(x, 1, index, None).view(-1)
+        self._check(x)
+        if out is None:
+            out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+        elif (out.dtype, tuple(out.shape), out.device) != (
+            torch.int64,
+            x.shape[:1],
+            x.device,
+        ) or not out.is_contiguous():
+            raise ValueError(
+                f"out must be contiguous int64 [{x.shape[0]}] on {x.device}, got {out.dtype} {list(out.shape)}"
+            )
+        return self._best(x, 1, out.view(-1, 1), None).view(-1)
 
     def top(self, x: Tensor, k: int = gemm.TOP) -> tuple[Tensor, Tensor]:
         """The k <= 16 best: float32 [m, k] and int64 [m, k], best first."""
         if not 1 <= k <= gemm.TOP:
             raise ValueError(f"k must be 1..{gemm.TOP}, got {k}")
+        if k > self.weight.shape[0]:
+            raise ValueError(f"this head has {self.weight.shape[0]} tokens, not {k}")
+        self._check(x)
         value = torch.empty(x.shape[0], k, device=x.device)
         index = torch.empty(x.shape[0], k, dtype=torch.int64, device=x.device)
         return value, self._best(x, k, index, value)
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
+            raise ValueError(f"x must be [rows, {self.weight.shape[1]}], got {list(x.shape)}")
 
     def _best(self, x: Tensor, k: int, index: Tensor, value: Tensor | None) -> Tensor:
         for start in range(0, x.shape[0], gemm.MAX_ROWS):
@@ -213,7 +258,7 @@ class W12Head(nn.Module):
                 value.copy_(found.values[:, :k])
             return
         shape = choose(*self.weight.shape, x.shape[0], x.device, subtile=self.weight.data.shape[2], best=True)
-        best = (self.best_value, self.best_index)
+        best = self._lists(x.device)
         blocks = gemm.launch(
             self.weight.tiles,
             x,
@@ -230,14 +275,27 @@ class W12Head(nn.Module):
 def swap(model: nn.Module, wanted: Callable[[str], bool], *, dependent: bool = False) -> list[str]:
     """Replace every bias-free or biased bfloat16 nn.Linear whose dotted name is `wanted`; the names replaced.
 
-    Layers whose second dimension is not a multiple of 64 are left alone. Frees each BF16 weight as it goes.
+    Left alone: layers whose second dimension is not a multiple of 64, subclasses of nn.Linear (they do more, or their
+    owners read their weight) and `model` itself. A layer with several names stays one. Frees each BF16 weight as it
+    goes, unless something else holds it, as an embedding does the weight of a tied head.
     """
-    replaced = []
-    for name, module in list(model.named_modules()):
-        fits = isinstance(module, nn.Linear) and module.weight.dtype == torch.bfloat16
-        if not (fits and wanted(name) and module.in_features % COLUMNS == 0):
-            continue
-        parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], W12Linear.from_dense(module, dependent=dependent))
-        replaced.append(name)
-    return replaced
+    layers: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and _swappable(module) and wanted(name):
+            layers.setdefault(id(module), []).append(name)
+    del module  # nothing here may hold a layer while it is replaced
+    for names in layers.values():
+        packed = W12Linear.from_dense(model.get_submodule(names[0]), dependent=dependent)  # type: ignore[arg-type]
+        for name in names:
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], packed)
+    return [name for names in layers.values() for name in names]
+
+
+def _swappable(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Linear
+        and module.weight.dtype == torch.bfloat16
+        and module.out_features > 0
+        and module.in_features >= COLUMNS
+        and module.in_features % COLUMNS == 0
+    )
