@@ -64,8 +64,12 @@ def _tell(text: str) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     for other in _ENDING:
-        signal.signal(other, signal.SIG_IGN)  # Ctrl-C reaches us twice, once through `specpilot`: once is enough
+        signal.signal(other, _ignore)  # Ctrl-C reaches us twice, once through `specpilot`: once is enough
     raise KeyboardInterrupt
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Unlike SIG_IGN it also takes a signal that has come already and waits for its handler."""
 
 
 if __name__ == "__main__":
