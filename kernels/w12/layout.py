@@ -16,8 +16,9 @@ so that a kernel needs 15 integer operations for 8 weights: three rotations, fou
 base at once), four merges. A BF16 subtile, for the twin kernel, is four planes: the registers of step s, 16 bytes a lane.
 
 Behind the planes of each subtile lies its *record*, 16 bytes or a multiple: a header word, base | count << 8, then the
-`count` weights to patch, each (offset in the subtile << 16) | true word. Where they do not fit, the word after the header
-says where they begin in the overflow list. Plain torch, any device, a slice of row tiles at a time.
+`count` weights to patch, each (offset << 16) | true word, ascending, the offset being the place of the half word in the
+registers of a warp, [step, lane, a, half]. Where they do not fit, the word after the header says where they begin in the
+overflow list. Plain torch, any device, a slice of row tiles at a time.
 """
 
 from __future__ import annotations

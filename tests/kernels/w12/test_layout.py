@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specpilot.kernels.w12.format import encode
-from specpilot.kernels.w12.layout import RECORD_BYTES, W12_BYTES, tile_bf16, tile_w12, untile
+from specpilot.kernels.w12.layout import RECORD_BYTES, W12_BYTES, Tiles, tile_bf16, tile_w12, untile
 
 
 def bits(weight: torch.Tensor) -> np.ndarray:
@@ -91,6 +93,55 @@ def test_decoding_by_the_documented_operations() -> None:
             (turn(b1) & field) | ((turn(c) & low) * np.uint32(16) + base),
         ]
         assert np.array_equal(np.stack(registers, 1), truth[step])
+
+
+def decoded(tiles: Tiles) -> np.ndarray:
+    """Tiles by what the docstring of `layout` says, one weight after the other in a warp's registers: uint16 [N, K]."""
+    rows, columns = tiles.shape
+    row_tiles, subtiles = tiles.data.shape[:2]
+    data = tiles.data.numpy().reshape(row_tiles * subtiles, -1)
+    step, lane, a, half = np.indices((4, 32, 4, 2))
+    p, r, g, q = a // 2, a % 2, lane // 4, lane % 4
+    words = data[:, :W12_BYTES].copy().view("<u4").reshape(-1, 3, 32, 4).astype(np.uint64)
+    byte = words[:, step // 2, lane, 2 * (step % 2) + p]
+    code = words[:, 2, lane, step]
+    byte = np.where(r, (byte >> 8 | byte << 24), byte) >> (16 * half).astype(np.uint64)
+    code = np.where(p, (code >> 8 | code << 24), code) >> (16 * half).astype(np.uint64)
+    code = np.where(r, code << 4, code) >> 7 & 15
+    record = data[:, W12_BYTES:].copy().view("<u4").astype(np.int64)
+    base, count = record[:, 0] & 255, record[:, 0] >> 8
+    value = (byte & 0x8000) + (byte & 0x7F) + ((base[:, None, None, None, None] + code.astype(np.int64) - 1) << 7)
+    value = value.astype(np.uint16).reshape(len(data), 1024)
+    overflow = tiles.overflow.numpy().view(np.uint32)
+    for i, many in enumerate(count):
+        entries = record[i, 1 : 1 + many] if many < record.shape[1] else overflow[record[i, 1] : record[i, 1] + many]
+        value[i, entries >> 16] = entries & 0xFFFF
+    tile = np.arange(len(data)).reshape(-1, 1, 1, 1, 1)
+    row = tile // subtiles * 16 + g + 8 * r
+    if tiles.paired:
+        row = tile // subtiles * 8 + g + r * (rows // 2)
+    column = tile % subtiles * 64 + 16 * step + 8 * p + 2 * q + half
+    kept, out = row < rows, np.zeros((rows, columns), np.uint16)
+    out[row[kept], column[kept]] = value.reshape(row.shape)[kept]
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 70), subtiles=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), record=st.sampled_from([None, *RECORD_BYTES]),
+    exponents=st.sampled_from([1, 3, 15, 16, 40, 256]), first=st.integers(0, 255), block=st.sampled_from([None, 16, 64]), paired=st.booleans(),
+)  # fmt: skip
+def test_an_independent_decoder_reads_the_same_bits(
+    rows: int, subtiles: int, seed: int, record: int | None, exponents: int, first: int, block: int | None, paired: bool
+) -> None:
+    rows, block = (rows + 15) // 16 * 16 if paired else rows, None if paired else block
+    random, shape = np.random.default_rng(seed), (rows, 64 * subtiles)
+    exponent = (first + random.integers(0, exponents, shape) * (random.random(shape) < 0.5)) % 256
+    words = (random.integers(0, 2, shape) << 15 | exponent << 7 | random.integers(0, 128, shape)).astype(np.uint16)
+    weight = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+    tiles = tile_w12(encode(weight, block), paired=paired, record_bytes=record)
+    assert np.array_equal(decoded(tiles), words)
+    assert np.array_equal(bits(untile(tiles)), words)
 
 
 def test_records_hold_few_escapes_and_spill_many() -> None:

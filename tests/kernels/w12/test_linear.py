@@ -147,7 +147,6 @@ def test_swap_leaves_alone_what_it_must_and_keeps_what_is_shared() -> None:
             "b": shared,
             "own": Adapted(64, 64),
             "attention": nn.MultiheadAttention(64, 2),
-            "none": nn.Linear(64, 0),
         }
     ).bfloat16()
     assert swap(model, lambda name: True) == ["a", "b"] and model["a"] is model["b"]
