@@ -29,8 +29,8 @@ _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 def library() -> ctypes.CDLL:
     """The compiled kernels: AVX2, or AVX-512 with SPECPILOT_W12_AVX512=1 where the processor has it.
 
-    AVX-512 is not the default because it was compiled but never run: no such processor was at hand. Run
-    tests/kernels/w12/test_cpu.py there with the variable set. Raises MachineProblem without a compiler, or on a
+    AVX-512 is not the default because it pays at many rows, where W12 does not: on the one processor measured one row
+    took 6 to 16 % longer than with AVX2 (experiments/w12/cpu.md). Raises MachineProblem without a compiler, or on a
     processor without AVX2 and FMA.
     """
     cpu = _processor()

@@ -203,7 +203,7 @@ def test_candidates_are_launchable(n: int, k: int, m: int, parts: int, processor
 
 
 def launchable(shape: gemm.Shape, n: int, k: int, m: int, subtile: int, processors: int, best: bool = False) -> bool:
-    """The conditions of gemm.cu, written down again: `launch`, `max_threads`, `row_warps_of`, `make_maps`, one round."""
+    """The conditions of the CUDA launch, written down again: `launch`, `max_threads`, `row_warps_of`, `make_maps`, one round."""
     tokens = next(t for t in (8, 16, 32, 64) if m <= t)
     row_warps = -(-shape.width // 4) * 4 if shape.grouped else -(-shape.width // shape.rows)
     threads = 32 * (row_warps * shape.depth + 1)
