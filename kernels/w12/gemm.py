@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def manner(self) -> int:
-        """`Manner` of gemm.cu."""
+        """`Manner` of gemm.cuh."""
         return GROUP if self.grouped else self.rows
 
     @property
@@ -78,7 +78,7 @@ class Shape:
             self.rows in (1, 2) and self.split in (1, 2, 4, 8) and self.depth in (1, 2, 4)
         ):
             return False
-        limit = 352 if self.rows == 2 else 512 if padded_rows(m) == 64 else 640  # threads; `max_threads` of gemm.cu
+        limit = 352 if self.rows == 2 else 512 if padded_rows(m) == 64 else 640  # threads; `max_threads` of gemm.cuh
         limit = 672 if self.grouped else limit
         return (
             not (self.grouped and self.rows == 2)

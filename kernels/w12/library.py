@@ -23,7 +23,7 @@ TARGETS = {9: "90a", 12: "120a"}
 
 
 class Arguments(ctypes.Structure):
-    """`w12::Arguments` of cuda/gemm.cu, field by field."""
+    """`w12::Arguments` of cuda/gemm.cuh, field by field."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("weight", "overflow", "x", "residual", "y")],
