@@ -223,6 +223,25 @@ def test_layers_in_a_graph_and_above_the_crossover() -> None:
     assert torch.equal(layer(many), dense(many)), "above the crossover the library computes, on the same bits"
 
 
+def test_a_moved_or_cast_head_and_a_biased_layer_in_place() -> None:
+    weight, x = gaussian(9000, 512), torch.randn(3, 512, device="cuda").bfloat16()
+    expected = W12Head(from_linear(weight)).argmax(x)
+    head = W12Head(from_linear(weight.cpu()))
+    with pytest.raises(ValueError, match="move one of them"):
+        head.argmax(x)
+    assert torch.equal(head.cuda().argmax(x), expected), "lists for the best logits are made where the head lies now"
+    assert torch.equal(head.bfloat16().argmax(x), expected), "a cast does not shorten them"
+    with pytest.raises(ValueError, match="contiguous int64"):
+        head.argmax(x, torch.empty(3, dtype=torch.int32, device="cuda"))
+    with pytest.raises(ValueError, match="two lists"):
+        short = torch.empty(16, device="cuda"), torch.empty(16, dtype=torch.int32, device="cuda")
+        gemm.launch(head.weight.tiles, x, None, heuristic(9000, 512, 3, 132, best=True), gemm.BEST, best=short)
+    layer = W12Linear.from_dense(torch.nn.Linear(512, 768, device="cuda", dtype=torch.bfloat16))
+    residual = torch.randn(3, 768, device="cuda").bfloat16()
+    total = layer(x) + residual
+    assert same_bits(layer(x, residual, out=residual), total)
+
+
 def test_triton_product() -> None:
     triton_gemm = pytest.importorskip("specpilot.kernels.w12.triton_gemm")
     for weight in (gaussian(250, 576), heavy()):
