@@ -7,7 +7,8 @@ environment settings are ignored: the engine is on this machine.
 
 from __future__ import annotations
 
-import json
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,16 @@ import httpx
 
 from specpilot.contracts import Generation, Record
 from specpilot.evaluation.errors import EngineCrash, EngineError, EngineProtocol, EngineTimeout
-from specpilot.evaluation.wire import SseReader, finish_reason, flat_counters, positions_of, token_ids
+from specpilot.evaluation.wire import (
+    SseReader,
+    count,
+    finish_reason,
+    flat_counters,
+    meta_info,
+    parse_object,
+    positions_of,
+    token_ids,
+)
 
 MAX_ANSWER_BYTES = 64 << 20
 """No answer of the protocol is near this size; more is an attempt to fill our memory."""
@@ -104,7 +114,7 @@ class EngineClient:
                     if ids and not output:
                         first_s, first_count = arrived, len(ids)
                     output.extend(ids)
-                    meta = event.get("meta_info") or meta
+                    meta = meta_info(event) or meta
                 if reader.done:
                     break
             last = time.perf_counter()
@@ -118,9 +128,9 @@ class EngineClient:
             first_s=first_s if output else last,
             last_s=last,
             first_chunk_tokens=first_count,
-            claimed_tokens=_integer(meta, "completion_tokens", -1),
+            claimed_tokens=-1 if (claimed := count(meta, "completion_tokens")) is None else claimed,
             finish_reason=finish_reason(meta),
-            rounds=_integer(meta, "spec_verify_ct", None),
+            rounds=count(meta, "spec_verify_ct"),
         )
 
     def score(self, ids: list[int], start: int, top: int = 2, timeout_s: float | None = None) -> list[Position]:
@@ -167,7 +177,8 @@ class EngineClient:
     def healthy(self, timeout_s: float = 2.0, path: str = "/health") -> bool:
         """True when the readiness path answers 200 in time. Never raises."""
         try:
-            return self._http.get(path, timeout=timeout_s).status_code == 200
+            with _Cutter(timeout_s) as cutter:
+                return self._http.get(path, timeout=timeout_s, extensions=cutter.extensions).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -187,8 +198,12 @@ class EngineClient:
         """An open response whose chunks are yielded until the deadline; transport errors become ours."""
         limit = self.request_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
+        cutter = _Cutter(limit)
         try:
-            with self._http.stream("POST", path, json=body, timeout=limit) as response:
+            with (
+                cutter,
+                self._http.stream("POST", path, json=body, timeout=limit, extensions=cutter.extensions) as response,
+            ):
                 if response.status_code != 200:
                     self._refused(path, response.status_code, _head(response, deadline))
                 yield _until(response.iter_raw(), deadline, f"{path} after {limit:.0f} s")
@@ -197,13 +212,19 @@ class EngineClient:
         except httpx.TimeoutException:
             self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
         except httpx.HTTPError as error:
+            if cutter.cut:
+                self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
             self._fail(EngineCrash(f"{path}: connection lost ({type(error).__name__}: {error})", self._hint()))
 
     def _bytes(self, method: str, path: str, body: Any, timeout_s: float | None) -> bytes:
         limit = self.request_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
+        cutter = _Cutter(limit)
         try:
-            with self._http.stream(method, path, json=body, timeout=limit) as response:
+            with (
+                cutter,
+                self._http.stream(method, path, json=body, timeout=limit, extensions=cutter.extensions) as response,
+            ):
                 content = _head(response, deadline, MAX_ANSWER_BYTES)
                 if response.status_code != 200:
                     self._refused(path, response.status_code, content)
@@ -213,17 +234,12 @@ class EngineClient:
         except httpx.TimeoutException:
             self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
         except httpx.HTTPError as error:
+            if cutter.cut:
+                self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
             self._fail(EngineCrash(f"{path}: connection lost ({type(error).__name__}: {error})", self._hint()))
 
     def _json(self, method: str, path: str, body: Any, timeout_s: float | None) -> dict[str, Any]:
-        content = self._bytes(method, path, body, timeout_s)
-        try:
-            answer = json.loads(content)
-        except ValueError:
-            raise EngineProtocol(f"{path}: not JSON: {content[:200]!r}", self._hint()) from None
-        if not isinstance(answer, dict):
-            raise EngineProtocol(f"{path}: expected a JSON object, got {str(answer)[:200]}", self._hint())
-        return answer
+        return parse_object(self._bytes(method, path, body, timeout_s), f"{path}: answer")
 
     def _refused(self, path: str, status: int, content: bytes) -> NoReturn:
         words = f"{path}: HTTP {status}: {content[:500].decode(errors='replace')}"
@@ -234,6 +250,41 @@ class EngineClient:
 
     def _hint(self) -> str:
         return f"engine at {self.base_url}: see its log"
+
+
+class _Cutter:
+    """Shuts a request's connection down when its time is over, wherever it waits.
+
+    The HTTP library's own limits hold for one read each: an engine that sends its headers line by line would never pass one.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.cut = False
+        self.extensions = {"trace": self._seen}
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(limit_s + 0.5, self._shut)
+        self._timer.daemon = True
+
+    def __enter__(self) -> _Cutter:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _seen(self, name: str, info: dict[str, Any]) -> None:
+        if name == "connection.connect_tcp.complete":
+            self._sockets.append(info["return_value"].get_extra_info("socket"))
+            if self.cut:
+                self._shut()
+
+    def _shut(self) -> None:
+        self.cut = True
+        for connection in self._sockets:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
 
 
 def _until(chunks: Iterator[bytes], deadline: float, what: str) -> Iterator[bytes]:
@@ -253,8 +304,3 @@ def _head(response: httpx.Response, deadline: float, limit: int = 4096) -> bytes
                 raise EngineProtocol(f"answer larger than {limit} bytes", "the engine misbehaves; see its log")
             break
     return bytes(content)
-
-
-def _integer(meta: dict[str, Any], key: str, default: int | None) -> Any:
-    value = meta.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else default

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,28 @@ from typing import Any
 from specpilot.evaluation.errors import EngineProtocol
 
 _HINT = "the engine breaks the protocol; see docs/architecture.md"
+
+MOST = 2**31 - 1
+"""Largest token id and largest count that is believed: more overflows somewhere behind us, in floats or in the reference."""
+
+LARGEST = 2.0**63
+"""Largest believed counter (bytes, nanoseconds)."""
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""What a lone surrogate needs in JSON; pairs, which are fine, have it too."""
+
+
+def parse_object(payload: bytes, what: str) -> dict[str, Any]:
+    """A JSON object that can be stored again, or EngineProtocol: too deep a nesting and half characters are refused too."""
+    try:
+        value = json.loads(payload)
+        if _SURROGATE.search(payload):
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise EngineProtocol(f"{what} is not JSON: {payload[:200]!r}", _HINT) from None
+    if not isinstance(value, dict):
+        raise EngineProtocol(f"{what} is not an object: {payload[:200]!r}", _HINT)
+    return value
 
 
 class SseReader:
@@ -45,21 +68,34 @@ class SseReader:
 
     @staticmethod
     def _event(payload: bytes) -> dict[str, Any]:
-        try:
-            event = json.loads(payload)
-        except ValueError:
-            raise EngineProtocol(f"event is not JSON: {payload[:200]!r}", _HINT) from None
-        if not isinstance(event, dict):
-            raise EngineProtocol(f"event is not an object: {payload[:200]!r}", _HINT)
+        event = parse_object(payload, "event")
         if "error" in event:
             raise EngineProtocol(f"engine reports an error: {str(event['error'])[:500]}", _HINT)
         return event
 
 
 def token_ids(value: Any) -> list[int]:
-    """A list of non-negative integers, or EngineProtocol."""
-    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+    """A list of integers from 0 to `MOST`, or EngineProtocol."""
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item <= MOST for item in value):
         raise EngineProtocol(f"output_ids is not a list of token ids: {str(value)[:200]}", _HINT)
+    return value
+
+
+def meta_info(event: dict[str, Any]) -> dict[str, Any]:
+    """The event's `meta_info`; empty if it has none. Raises EngineProtocol if that is no object."""
+    meta = event.get("meta_info")
+    if meta is not None and not isinstance(meta, dict):
+        raise EngineProtocol(f"meta_info is not an object: {str(meta)[:200]}", _HINT)
+    return meta or {}
+
+
+def count(meta: dict[str, Any], key: str) -> int | None:
+    """A whole number that the engine states; None if it states none. Raises EngineProtocol outside 0 to `MOST`."""
+    value = meta.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    if not 0 <= value <= MOST:
+        raise EngineProtocol(f"{key} is {str(value)[:40]}, which counts nothing", _HINT)
     return value
 
 
@@ -72,14 +108,14 @@ def finish_reason(meta: dict[str, Any]) -> str:
 
 
 def flat_counters(info: dict[str, Any]) -> dict[str, float]:
-    """Numeric counters of `/server_info`; anything else under `counters` is ignored."""
+    """Finite numeric counters of `/server_info`; anything else under `counters` is ignored."""
     counters = info.get("counters")
     if not isinstance(counters, dict):
         return {}
     return {
         str(name): float(value)
         for name, value in counters.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +11,7 @@ import pytest
 
 from specpilot.evaluation.client import EngineClient
 from specpilot.evaluation.errors import EngineCrash, EngineProtocol, EngineTimeout
-from specpilot.evaluation.wire import SseReader, flat_counters, positions_of, token_ids
+from specpilot.evaluation.wire import SseReader, count, flat_counters, meta_info, parse_object, positions_of, token_ids
 from tests.helpers.fake_server import EOS, predict
 
 PROMPT = list(range(40, 60))
@@ -107,6 +108,36 @@ def test_trickling_answer_meets_the_whole_answers_deadline(talk) -> None:
     assert time.monotonic() - began < 2.0
 
 
+@pytest.mark.parametrize("line", [b"X-Pad: 1\r\n", b"\r\nHTTP/1.1 103 Early Hints\r\n"])
+def test_endless_headers_meet_the_deadline(line: bytes) -> None:
+    """One header line every 50 ms: no single read takes long, the answer never begins."""
+    over = threading.Event()
+
+    def trickle(listener: socket.socket) -> None:
+        while not over.is_set():
+            connection, _ = listener.accept()
+            with connection:
+                try:
+                    connection.sendall(b"HTTP/1.1 103 Early Hints\r\n")
+                    while not over.wait(0.05):
+                        connection.sendall(line)
+                except OSError:
+                    continue
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=trickle, args=(listener,), daemon=True).start()
+        client = EngineClient(f"http://127.0.0.1:{listener.getsockname()[1]}", 0.2)
+        began = time.monotonic()
+        with pytest.raises(EngineTimeout):
+            client.generate(PROMPT, max_new_tokens=8)
+        with pytest.raises(EngineTimeout):
+            client.server_info(0.2)
+        assert not client.healthy(0.2)
+        assert time.monotonic() - began < 10.0
+        over.set()
+        client.close()
+
+
 def test_nobody_there() -> None:
     client = EngineClient("http://127.0.0.1:9", 1.0)
     assert not client.healthy(0.5)
@@ -158,7 +189,7 @@ def test_unknown_path_is_a_protocol_error(talk) -> None:
         talk()._json("GET", "/nothing", None, 1.0)
 
 
-@pytest.mark.parametrize("value", [None, "12", [1, "2"], [True], [-1], [1.0], {"0": 1}])
+@pytest.mark.parametrize("value", [None, "12", [1, "2"], [True], [-1], [1.0], {"0": 1}, [2**31], [10**30]])
 def test_token_ids_must_be_ids(value: object) -> None:
     with pytest.raises(EngineProtocol):
         token_ids(value)
@@ -171,6 +202,37 @@ def test_sse_reader_joins_pieces_and_bounds_memory() -> None:
     assert list(reader.feed(b"data: [DONE]\n\n")) == [] and reader.done
     with pytest.raises(EngineProtocol, match="larger"):
         list(SseReader(limit_bytes=10).feed(b"x" * 11))
+
+
+@pytest.mark.parametrize(
+    "payload", [b"[" * 100_000, b'{"a":' * 100_000, b"[1]", b"nope", b'{"a": "\\ud800"}', b"{\xed\xa0\x80}"]
+)
+def test_what_cannot_be_read_or_stored_again_is_a_protocol_error(payload: bytes) -> None:
+    with pytest.raises(EngineProtocol):
+        parse_object(payload, "answer")
+
+
+def test_surrogate_pairs_are_characters() -> None:
+    assert parse_object(b'{"a": "\\ud83d\\ude00"}', "answer") == {"a": "\N{GRINNING FACE}"}
+
+
+@pytest.mark.parametrize("meta", [[1], "x", 3])
+def test_meta_info_is_an_object(meta: object) -> None:
+    with pytest.raises(EngineProtocol, match="meta_info"):
+        meta_info({"meta_info": meta})
+    assert meta_info({}) == {} == meta_info({"meta_info": None})
+
+
+def test_counts_are_counts() -> None:
+    assert (count({"n": 3}, "n"), count({}, "n"), count({"n": True}, "n"), count({"n": "3"}, "n")) == (
+        3,
+        None,
+        None,
+        None,
+    )
+    for value in (-1, 2**31, 10**400):
+        with pytest.raises(EngineProtocol, match="counts nothing"):
+            count({"n": value}, "n")
 
 
 def test_error_event_is_reported() -> None:
@@ -191,3 +253,4 @@ def test_positions_check_the_forced_tokens() -> None:
 def test_counters_ignore_what_is_no_number() -> None:
     assert flat_counters({"counters": {"a": 1, "b": "x", "c": True, "d": 2.5}}) == {"a": 1.0, "d": 2.5}
     assert flat_counters({}) == {}
+    assert flat_counters({"counters": {"a": float("nan"), "b": float("inf"), "c": 10**400, "d": 1}}) == {"d": 1.0}
