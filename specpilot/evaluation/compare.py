@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from specpilot.evaluation import legs as figures
 from specpilot.evaluation.errors import LimitExceeded, blame_candidate
 from specpilot.evaluation.lease import CpuWatch, DeviceLease, other_engines
 from specpilot.evaluation.prompts import Prompt
-from specpilot.evaluation.server import EngineServer
+from specpilot.evaluation.server import EngineServer, Scheduling
 from specpilot.evaluation.stats import Interval, confidence_sequence, detectable_effect, sample_sd
 
 WARM_UP_TOKENS = 24
@@ -41,6 +41,9 @@ DISTURBED_SHARE = 0.25
 """A pair is measured again when other programs took more than this share of the machine's CPU time during one of its
 legs. The rule looks at their CPU use only, never at the result, and treats both sides alike; repeats are counted,
 reported, and at most a third of the pair budget."""
+
+STRAY_TOKENS = 32
+"""Tokens per answer that an engine's counters may show beyond those it was asked for: the rest of a round, padding."""
 
 IDLE_CPU_S = 0.05
 """CPU seconds a frozen process may seem to gain (clock resolution)."""
@@ -81,7 +84,8 @@ class _Session:
         """The same kind of requests as the timed ones, on other prompts; leaves both sides frozen."""
         for side, server in self.servers.items():
             batch = _draw(prompts, self.regime.concurrency)
-            with self.blamed(side), server.active():
+            other, idle = self._resting(side)
+            with self._untouched(other, idle), self.blamed(side), server.active():
                 figures.run_leg(
                     server,
                     batch,
@@ -107,9 +111,8 @@ class _Session:
         return True
 
     def _leg(self, side: str, batch: list[Prompt]) -> Leg:
-        server, (other, idle) = self.servers[side], next(item for item in self.servers.items() if item[0] != side)
-        resting = idle.cpu_seconds()
-        with self.blamed(side), server.active():
+        server, (other, idle) = self.servers[side], self._resting(side)
+        with self._untouched(other, idle), self.blamed(side), server.active():
             wake_up(server, batch[0])
             self.watch.start(server.cpu_seconds())
             leg = figures.run_leg(
@@ -123,10 +126,52 @@ class _Session:
             )
             self.watch.stop(server.cpu_seconds())
             figures.require_full(leg, self.tokens)
-        with self.blamed(other):
+        if side == "base" and (stray := stray_work(leg)):
+            with self.blamed(other):
+                raise LimitExceeded(f"the {server} was kept busy by somebody else: {stray}", "who knows its port?")
+        return leg
+
+    def _resting(self, side: str) -> tuple[str, EngineServer]:
+        return next(item for item in self.servers.items() if item[0] != side)
+
+    @contextmanager
+    def _untouched(self, side: str, idle: EngineServer) -> Iterator[None]:
+        """The stopped engine neither works inside the block, nor is it made slower by the one that runs."""
+        resting, scheduled = idle.cpu_seconds(), idle.scheduling()
+        yield
+        with self.blamed(side):
             if idle.cpu_seconds() - resting > IDLE_CPU_S:
                 raise LimitExceeded(f"the {idle} worked while it was stopped", "something continued its processes")
-        return leg
+        with self.blamed("candidate"):
+            require_unchanged(idle, scheduled)
+
+
+def require_unchanged(server: EngineServer, scheduled: Scheduling) -> None:
+    """Raises LimitExceeded if the cores, policy or priority of a thread of this idle engine are not those of `scheduled`."""
+    now = server.scheduling()
+    changed = [thread for thread in now.keys() & scheduled.keys() if now[thread] != scheduled[thread]]
+    if changed:
+        was, is_now = scheduled[changed[0]], now[changed[0]]
+        raise LimitExceeded(
+            f"somebody changed how the {server} is scheduled while it was idle: {len(changed)} threads, {was} before, {is_now} now",
+            "an engine may not touch another's processes",
+        )
+
+
+def stray_work(leg: Leg) -> str:
+    """What the engine's counters show beyond the leg's own requests, in words; empty if nothing.
+
+    An engine that also serves a stranger's requests is timed as slow. A round in flight may add a block per answer.
+    """
+    answers = len(leg.generations)
+    for counter, asked in (
+        ("committed_tokens", figures.tokens_of(leg)),
+        ("prefill_tokens", sum(len(generation.prompt_ids) for generation in leg.generations)),
+    ):
+        grown = leg.counters.get(counter, 0.0)
+        if grown > asked + STRAY_TOKENS * answers:
+            return f"'{counter}' grew by {grown:.0f} over {answers} answers of {asked} tokens"
+    return ""
 
 
 def wake_up(server: EngineServer, prompt: Prompt) -> None:
@@ -169,6 +214,8 @@ def compare(
             for side, server in session.servers.items():
                 with session.blamed(side):
                     server.freeze()
+            with session.blamed("candidate"):
+                require_unchanged(base, base.scheduled)
             strangers = other_engines([])
             session.warm_up(prompts)
             decode = _measure(session, prompts, settings, alpha, on_pair, began, max_seconds)

@@ -44,6 +44,9 @@ REQUEST_TIMEOUT_S = 120.0
 SPECULATIVE = ("stock", "final")
 """Variants that must load the drafter; the others may."""
 
+Scheduling = dict[int, tuple[tuple[int, ...], int, int]]
+"""Thread id -> cores it may use, policy, nice value."""
+
 
 class EngineServer:
     """A context manager around one engine process; `client` talks to it while it is not frozen."""
@@ -76,6 +79,7 @@ class EngineServer:
         self.port = port or 0
         self.startup_s = 0.0
         self.identity: dict[str, Any] = {}
+        self.scheduled: Scheduling = {}
         self.frozen = False
         self._fixed_port = port is not None
         self._recorder = recorder
@@ -193,6 +197,24 @@ class EngineServer:
             total += times.user + times.system
         return total
 
+    def scheduling(self) -> Scheduling:
+        """How the kernel schedules each living thread of this engine now. Empty where the system does not tell.
+
+        Any process of the same user can change it from outside and make an engine slow for good, unless bubblewrap hides it.
+        """
+        found: Scheduling = {}
+        if not hasattr(os, "sched_getaffinity"):
+            return found
+        for process in self.child.processes():
+            try:
+                for thread in process.threads():
+                    cores = tuple(sorted(os.sched_getaffinity(thread.id)))
+                    nice = os.getpriority(os.PRIO_PROCESS, thread.id)
+                    found[thread.id] = (cores, os.sched_getscheduler(thread.id), nice)
+            except (OSError, psutil.Error):
+                continue
+        return found
+
     def log_tail(self) -> str:
         """The last lines of the engine's output."""
         return self.child.tail() if self._child is not None else ""
@@ -249,6 +271,7 @@ class EngineServer:
         self.startup_s = time.monotonic() - began
         self.identity = self._client.server_info()
         check_identity(self.identity, self.commit, self.variant, self.models)
+        self.scheduled = self.scheduling()
 
     def _wait_ready(self, deadline: float) -> None:
         client = self._client

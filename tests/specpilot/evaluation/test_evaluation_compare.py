@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -14,8 +15,9 @@ import pytest
 from specpilot.contracts import Comparison, Generation, Leg, Reason
 from specpilot.deployment import Deployment, MeasurementSettings, Regime
 from specpilot.errors import UsageError
-from specpilot.evaluation.compare import PairEvent, compare, is_decided, seen_end_to_end
-from specpilot.evaluation.errors import CandidateFailed, EngineCrash
+from specpilot.evaluation.client import EngineClient
+from specpilot.evaluation.compare import PairEvent, compare, is_decided, seen_end_to_end, stray_work
+from specpilot.evaluation.errors import CandidateFailed, EngineCrash, EngineError
 from specpilot.evaluation.prompts import Prompt, PromptPool
 from specpilot.evaluation.stats import Interval
 
@@ -100,6 +102,63 @@ def test_a_candidate_that_wakes_itself_up_is_caught(engine, stream) -> None:
         over.set()
         accomplice.join()
     assert caught.value.reason is Reason.resource_limit
+
+
+def test_a_base_pinned_to_fewer_cores_is_caught(engine, stream) -> None:
+    base, candidate = engine(commit="aa"), engine(commit="bb")
+    for thread in base.scheduled:
+        os.setpriority(os.PRIO_PROCESS, thread, 5)
+    with pytest.raises(CandidateFailed, match="is scheduled while it was idle") as caught:
+        compare(base, candidate, stream, FEW, 0.02, regime=REGIME)
+    assert caught.value.reason is Reason.resource_limit
+
+
+def test_a_base_that_is_slowed_down_between_two_legs_is_caught(engine, stream) -> None:
+    base, candidate = engine(commit="aa"), engine(commit="bb")
+
+    def slow(event: PairEvent) -> None:
+        if event.pair == 1:  # the candidate answers last in the first pair, and first in the second
+            watcher.start()
+
+    def once_frozen() -> None:
+        while not base.frozen or candidate.frozen:
+            time.sleep(0.0005)
+        os.setpriority(os.PRIO_PROCESS, base.child.pid, 5)
+
+    watcher = threading.Thread(target=once_frozen, daemon=True)
+    with pytest.raises(CandidateFailed, match="is scheduled while it was idle"):
+        compare(base, candidate, stream, FEW, 0.02, regime=REGIME, on_pair=slow)
+
+
+def test_a_base_that_serves_a_strangers_request_is_caught(engine, stream) -> None:
+    base, candidate = engine(commit="aa", round_s=0.01), engine(commit="bb", round_s=0.01)
+    stranger = EngineClient(base.client.base_url, 20.0)
+    long = threading.Thread(target=lambda: suppress_all(stranger), daemon=True)
+    long.start()
+    with pytest.raises(CandidateFailed, match="kept busy by somebody else") as caught:
+        compare(base, candidate, stream, FEW, 0.02, regime=Regime(concurrency=1, output_tokens=91))
+    assert caught.value.reason is Reason.resource_limit
+
+
+def suppress_all(client: EngineClient) -> None:
+    """A long answer that its reader never gets to the end of."""
+    with contextlib.suppress(EngineError):
+        client.generate([7, 8, 9], max_new_tokens=1500)
+
+
+def test_stray_work_by_hand() -> None:
+    def leg(**counters: float) -> Leg:
+        answer = Generation(
+            prompt_id="p", prompt_ids=[1] * 100, output_ids=[1] * 20, submitted_s=0.0, first_s=1.0, last_s=2.0,
+            first_chunk_tokens=1, claimed_tokens=20, finish_reason="length",
+        )  # fmt: skip
+        return Leg(
+            side="base", commit="", variant="", concurrency=1, generations=[answer], wall_s=2.0, counters=counters
+        )
+
+    assert stray_work(leg()) == "" == stray_work(leg(committed_tokens=52, prefill_tokens=132))
+    assert "'committed_tokens' grew by 53" in stray_work(leg(committed_tokens=53))
+    assert "'prefill_tokens' grew by 133" in stray_work(leg(committed_tokens=19, prefill_tokens=133))
 
 
 def test_concurrency_above_one(engine, stream) -> None:
