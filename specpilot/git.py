@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from specpilot.errors import MissingToolError, RunFolderError, SpecPilotError
+from specpilot.errors import MissingToolError, RunFolderError, SpecPilotError, TamperedEvidenceError
 
 GIT_TIMEOUT_S = 120.0
 _SETTINGS = (
@@ -26,6 +26,19 @@ _SETTINGS = (
     "protocol.allow=never",
     "submodule.recurse=false",
 )
+
+
+_OURS = {
+    "[core]",
+    "repositoryformatversion",
+    "filemode",
+    "bare",
+    "logallrefupdates",
+    "ignorecase",
+    "precomposeunicode",
+    "symlinks",
+}
+"""What `git init` writes into a repository's config, over the systems."""
 
 
 class GitError(SpecPilotError):
@@ -74,9 +87,27 @@ def git_environment() -> dict[str, str]:
         "GIT_CONFIG_GLOBAL": "/dev/null",
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_TERMINAL_PROMPT": "0",
+        "GIT_NO_REPLACE_OBJECTS": "1",  # `refs/replace` would put other content under a known digest
         "GIT_OPTIONAL_LOCKS": "0",  # `status` must not write an index that a worker is using
         "LC_ALL": "C",
     }
+
+
+def require_plain(repository: Path) -> None:
+    """Raises `TamperedEvidenceError` if a repository that we made has got settings or attributes that we did not give it.
+
+    Both can name programs (filters, external diffs) that git would run for us, and that change what it reads and writes.
+    """
+    folder = repository / ".git"
+    strange = "info/attributes" if (folder / "info/attributes").exists() else ""
+    for line in (folder / "config").read_text("utf-8", "replace").splitlines() if (folder / "config").is_file() else []:
+        words = line.partition("=")[0].strip().lower()
+        if words and words not in _OURS:
+            strange = strange or f"{words!r} in config"
+    if strange:
+        raise TamperedEvidenceError(
+            f"{folder} holds {strange}, which SpecPilot did not write", "remove it if you know where it comes from."
+        )
 
 
 def need_git() -> None:

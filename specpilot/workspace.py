@@ -31,7 +31,7 @@ from specpilot.errors import (
     disk_full_named,
     nothing_free,
 )
-from specpilot.git import GitError, need_git, run_git
+from specpilot.git import GitError, need_git, require_plain, run_git
 
 BRANCH_PREFIX = "specpilot/"
 BEST = BRANCH_PREFIX + "best"
@@ -43,7 +43,9 @@ class PatchDoesNotApply(SpecPilotError):
 
 
 class UnsafeChange(SpecPilotError):
-    """A change holds a submodule, or a symbolic link that leaves the tree."""
+    """A change holds a submodule, or a symbolic link that leaves the tree, or the worktree belongs to another repository."""
+
+    exit_code = 2
 
 
 class MergeResult(Record):
@@ -144,6 +146,8 @@ class Workspace:
                 self._git("worktree", "add", "-q", "-f", "-f", "--detach", str(path), commit)
             else:
                 self._save_if_dirty(name)
+                # Every file is written anew: an index can say of a changed file that git should not look at it.
+                (_state(self._existing(name)) / "index").unlink(missing_ok=True)
                 self._git("checkout", "-q", "--detach", "--force", commit, cwd=path)
                 self._git("clean", "-ffdxq", cwd=path)
         return path
@@ -309,8 +313,13 @@ class Workspace:
 
     def _existing(self, name: str) -> Path:
         path = self._path(name)
-        if not (path / ".git").is_file():
+        pointer = path / ".git"
+        if not pointer.is_file():
             raise RunFolderError(f"there is no worktree {name!r} in {self.worktrees}", "`specpilot attempt list RUN`.")
+        # Whoever works there can make it point at a repository of their own, with filters that git would run for us.
+        where = _state(path)
+        if pointer.is_symlink() or where.parent != self.repo / ".git/worktrees" or not where.is_dir():
+            raise UnsafeChange(f"worktree {name}: its .git points at {where}", "leave git's own files alone.")
         return path
 
     def _registered(self, path: Path) -> bool:
@@ -321,7 +330,7 @@ class Workspace:
         making was killed stays locked; taken for whole, its missing files would be committed as deleted."""
         if not (path / ".git").is_file() or not self._registered(path):
             return False
-        state = Path((path / ".git").read_text(encoding="utf-8").removeprefix("gitdir:").strip())
+        state = _state(path)
         if (state / "index").is_file() and not (state / "locked").exists():
             return True
         self._git("worktree", "remove", "--force", "--force", str(path))
@@ -399,10 +408,16 @@ class Workspace:
     def _run(
         self, words: Sequence[str], cwd: Path, stdin: str = "", index: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
+        require_plain(self.repo)
         return run_git(words, cwd, stdin=stdin, repository=self.repo, index=index)
 
 
 _DIFF = ("diff", "--binary", "--full-index", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames")
+
+
+def _state(worktree: Path) -> Path:
+    """Where git keeps the index and head of a worktree, as its `.git` file says."""
+    return Path((worktree / ".git").read_text("utf-8", "replace").removeprefix("gitdir:").strip())
 
 
 def _skip(_: str, names: list[str]) -> set[str]:

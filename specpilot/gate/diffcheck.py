@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import posixpath
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specpilot.contracts import Check, Reason
 from specpilot.gate.errors import EvidenceError
 from specpilot.gate.records import Change, DiffReport, GatePolicy
+from specpilot.git import run_git
 
 ALWAYS_FIXED = ("engine.toml", ".git", ".gitattributes", ".gitmodules", ".gitignore")
 """Never editable, whatever engine.toml says: how the engine is launched, and what git itself obeys."""
@@ -145,11 +145,10 @@ def _binary_paths(repository: Path, base: str, commit: str) -> set[str]:
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    command = ["git", "-c", "core.quotepath=off", "-c", "diff.external=", "-C", str(repository), *arguments]
-    done = subprocess.run(command, capture_output=True, check=False)
+    done = run_git(["-c", "core.quotepath=off", "-c", "diff.external=", *arguments], repository)
     if done.returncode != 0:
-        words = done.stderr.decode(errors="replace").strip()
         raise EvidenceError(
-            f"git {arguments[0]} failed in {repository}: {words}", "is the commit in the run's repository?"
+            f"git {arguments[0]} failed in {repository}: {done.stderr.strip()}",
+            "is the commit in the run's repository?",
         )
-    return done.stdout.decode(errors="replace")
+    return done.stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specpilot.errors import MissingToolError, RunFolderError, UsageError
+from specpilot.errors import MissingToolError, RunFolderError, TamperedEvidenceError, UsageError
 from specpilot.git import GitError, git_environment
 from specpilot.workspace import BEST, PatchDoesNotApply, UnsafeChange, Workspace
 from tests.specpilot.test_engine_tree import TOML
@@ -464,3 +464,54 @@ def test_a_full_disk_is_named_and_work_goes_on_after_it(tmp_path: Path, tree: Pa
     done = subprocess.run([*mount, inner], input=textwrap.dedent(FULL), capture_output=True, text=True, check=False)
     expected = ["commit 3", "worktree 3", "event 3", "create 3", "journal 3", "and went on"]
     assert done.stdout.splitlines() == expected, done.stderr
+
+
+# -- tampering
+
+
+def test_serving_restores_a_file_that_the_index_hides(run: Workspace) -> None:
+    tree = run.checkout("serve", run.first_commit)
+    was = (tree / "src/a.py").read_text()
+    for flag in ("--skip-worktree", "--assume-unchanged"):
+        (tree / "src/a.py").write_text("evil\n")
+        git(tree, "update-index", flag, "src/a.py")
+        run.checkout("serve", run.first_commit)
+        assert (tree / "src/a.py").read_text() == was
+    assert not run.is_dirty("serve")
+
+
+def test_replaced_objects_are_not_believed(run: Workspace, tmp_path: Path) -> None:
+    blob = git(run.repo, "rev-parse", "HEAD:src/a.py").strip()
+    (tmp_path / "evil").write_text("evil\n")
+    git(run.repo, "replace", blob, git(run.repo, "hash-object", "-w", str(tmp_path / "evil")).strip())
+    run.export_tree(run.first_commit, tmp_path / "out")
+    assert (tmp_path / "out/src/a.py").read_text().startswith("line 0")
+
+
+@pytest.mark.parametrize("key", ["filter.x.smudge", "include.path", "core.fsmonitor", "diff.x.textconv"])
+def test_a_repository_with_strange_settings_is_not_used(run: Workspace, tmp_path: Path, key: str) -> None:
+    git(run.repo, "config", key, f"touch {tmp_path / 'ran'}; cat")
+    for act in (lambda: Workspace.open(run.run_dir), lambda: run.export_tree(run.first_commit, tmp_path / "out")):
+        with pytest.raises(TamperedEvidenceError, match="did not write"):
+            act()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_repository_with_strange_attributes_is_not_used(run: Workspace) -> None:
+    (run.repo / ".git/info/attributes").write_text("*.py filter=x\n")
+    with pytest.raises(TamperedEvidenceError, match="info/attributes"):
+        run.diff(run.first_commit, run.first_commit)
+
+
+def test_a_worktree_that_points_at_another_repository_is_refused(run: Workspace, tmp_path: Path) -> None:
+    """Its config would name programs that git runs for us, outside every sandbox."""
+    tree = run.worktree("w", run.first_commit)
+    evil = tmp_path / "evil"
+    git(tmp_path, "init", "-q", str(evil))
+    git(evil, "config", "filter.x.clean", f"touch {tmp_path / 'ran'}; cat")
+    (tree / ".gitattributes").write_text("* filter=x\n")
+    (tree / ".git").write_text(f"gitdir: {evil / '.git'}\n")
+    with pytest.raises(UnsafeChange, match="points at") as caught:
+        run.commit_all("w", "Take over")
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "ran").exists()
