@@ -117,7 +117,7 @@ def parse_claim(source: Path | str) -> Submission:
     try:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
         body = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # text, dates and depths that cannot be read
         raise AgentError(f"cannot read {where}: {error}") from error
     body = _mapping(body, where, (*CLAIM_KEYS, "remember"))
     claim = ClaimDraft(

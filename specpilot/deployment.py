@@ -350,6 +350,25 @@ def find_deployment(name_or_path: str) -> Path:
     )
 
 
+LONGEST = 1 << 18
+"""Characters of a deployment file; the YAML reader needs a second for about twice as many."""
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice: YAML would take the last one and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_deployment(path: Path, overrides: Sequence[str] = ()) -> Deployment:
     """Read and check a deployment file; `overrides` are `key.path=value` with a YAML value.
 
@@ -364,9 +383,15 @@ def load_deployment(path: Path, overrides: Sequence[str] = ()) -> Deployment:
 
 def parse_deployment(text: str, folder: Path, source: str = FILE_NAME, overrides: Sequence[str] = ()) -> Deployment:
     """Check YAML text; relative paths start from `folder`, errors name `source`."""
+    if len(text) > LONGEST:
+        raise UsageError(f"{source} is longer than {LONGEST} characters", "is it a deployment? one has a page or two.")
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        data = yaml.load(text, _OnceLoader)
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # dates and integers that Python cannot hold, too deep
         raise UsageError(f"{source} is not valid YAML: {error}", "mend it at the place named.") from error
     if not isinstance(data, dict):
         raise UsageError(
@@ -399,7 +424,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
         node = below
     try:
         node[parts[-1]] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"--set {override!r}: the value is not valid YAML", "quote it for the shell.") from error
 
 

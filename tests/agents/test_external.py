@@ -65,6 +65,12 @@ def test_wrong_claims(text, words):
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize("text", ["a: " + "[" * 5000 + "]" * 5000, "a: 1" + "0" * 5000, "a: 2026-13-45"])
+def test_claims_that_no_reader_can_hold(text):
+    with pytest.raises(AgentError, match="cannot read"):
+        parse_claim(text)
+
+
 def test_missing_claim_file(tmp_path):
     with pytest.raises(AgentError, match="cannot read"):
         parse_claim(tmp_path / "none.yaml")

@@ -162,7 +162,18 @@ def test_a_fetched_target_must_be_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("- 1", "expected a mapping"), ("a: [", "not valid YAML"), ("", "mapping")]
+    ("text", "words"),
+    [
+        ("- 1", "expected a mapping"),
+        ("a: [", "not valid YAML"),
+        ("", "mapping"),
+        ("a: " + "[" * 5000 + "]" * 5000, "not valid YAML"),
+        ("a: 1" + "0" * 5000, "not valid YAML"),
+        ("a: 2026-13-45", "not valid YAML"),
+        ("#" * 300_000, "longer than"),
+        ("name: a\ngate: {}\nname: b", "'name' is given twice"),
+        ("gate: {cheats: all, cheats: none}", "'cheats' is given twice"),
+    ],
 )
 def test_files_that_are_no_deployment(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
