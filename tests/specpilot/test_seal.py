@@ -84,6 +84,7 @@ def test_the_chain_is_what_the_documentation_says(path: Path) -> None:
         ("DELETE FROM attempts WHERE id = 'bad'", "'bad' is missing from attempts"),
         ("UPDATE attempt_history SET reason = 'no-gain' WHERE reason IS NOT NULL", "attempt_history"),
         ("UPDATE meta SET value = '1' WHERE key = 'elapsed_s'", "'elapsed_s' in meta"),
+        ("UPDATE meta SET value = CAST(value AS BLOB)", "in meta"),
         ("INSERT INTO meta VALUES ('stop_reason', '\"rounds-done\"')", "meta holds 'stop_reason'"),
         ("UPDATE events SET data = '{}' WHERE position = 1", "1 in events"),
         ("INSERT INTO events VALUES (NULL, 1.0, 'merge', '{}')", "events holds 3"),
