@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -114,7 +115,15 @@ def _named(error: Exception) -> SpecPilotError:
         )
         missing.exit_code = 3  # type: ignore[misc]
         return missing
-    if isinstance(error, PermissionError | NotADirectoryError | FileNotFoundError) and error.filename:
+    if scarce := _scarce(error):
+        return EnvironmentProblem(
+            f"{scarce} ({type(error).__name__}: {str(error)[:200]})",
+            f"see `ulimit -a`, then `specpilot resume latest`. Details: {_write_traceback(error) or 'none'}.",
+        )
+    if (
+        isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError | FileNotFoundError)
+        and error.filename
+    ):
         return EnvironmentProblem(
             f"{error.filename}: {error.strerror}",
             f"check that folder and its permissions; SPECPILOT_HOME says where runs are kept. Details: {_write_traceback(error) or 'none'}.",
@@ -126,6 +135,19 @@ def _named(error: Exception) -> SpecPilotError:
         if where
         else "details follow nowhere: the log folder is not writable.",
     )
+
+
+def _scarce(error: Exception) -> str:
+    """What this process may not have more of, in words; empty if `error` is about something else."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return "no memory left for this process"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too few files may be open at once"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return "files may not grow that large"
+    if "can't start new thread" in str(error) or isinstance(error, BlockingIOError):  # fork: EAGAIN
+        return "no further thread or process may be started"
+    return ""
 
 
 def _write_traceback(error: Exception) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -167,6 +168,22 @@ def test_unexpected_errors_leave_a_log_and_no_traceback(monkeypatch: pytest.Monk
     assert text.startswith("error: unexpected ZeroDivisionError")
     log = Path(text.split("details are in ")[1].strip().rstrip("."))
     assert "ZeroDivisionError" in log.read_text() and "Traceback" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "no memory left"),
+        (OSError(errno.EMFILE, "Too many open files"), "too few files"),
+        (OSError(errno.EFBIG, "File too large"), "may not grow"),
+        (RuntimeError("can't start new thread"), "no further thread"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "no further thread or process"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "run.lock"), "run.lock: Is a directory"),
+    ],
+)
+def test_limits_of_the_machine_are_no_defects(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
+    monkeypatch.setattr("specpilot.cli.status.all_runs", mock.Mock(side_effect=error))
+    assert words in fails(3, "runs")
 
 
 def test_a_full_disk_is_named_wherever_it_happens(monkeypatch: pytest.MonkeyPatch) -> None:
