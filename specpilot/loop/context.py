@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,9 @@ class RunContext:
     models: ResolvedModels | None = None
     prepared: Prepared | None = None
     session: int = 0
+    salt: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Part of the prompts' secret that is in no file: whoever reads the journal still cannot foretell a prompt. Nothing needs to
+    ask a prompt again after a restart: finished steps are read, unfinished ones begin anew."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -77,7 +81,7 @@ class RunContext:
     def prompts(self, key: str) -> PromptPool:
         """A pool whose prompts no other step, and no earlier session of the same step, ever saw."""
         tokenizer = Path(self.identity.target_dir) / "tokenizer.json"
-        return PromptPool(self.deployment, tokenizer, f"{self.meta.secret}:{self.session}:{key}")
+        return PromptPool(self.deployment, tokenizer, f"{self.meta.secret}:{self.salt}:{self.session}:{key}")
 
     @contextmanager
     def engine(self, commit: str, variant: str, purpose: str) -> Iterator[EngineServer]:
@@ -105,9 +109,10 @@ class RunContext:
         return self.trees.checkout(f"serve-{commit[:12]}", commit)
 
     def secret_paths(self) -> list[Path]:
-        """What no engine may read: hidden prompts, the journal with the nonces' secret."""
+        """What no engine may read: hidden prompts, the journal (its write-ahead log too) with the nonces' secret."""
         hidden = self.deployment.prompt_files("hidden")
-        return [path for path in (*hidden, self.journal.path) if path.exists()]
+        journal = [self.journal.path.with_name(self.journal.path.name + end) for end in ("", "-wal", "-shm")]
+        return [path for path in (*hidden, *journal) if path.exists()]
 
     def say(self, kind: str, **data: Any) -> None:
         """Shows an event and keeps it in the journal."""

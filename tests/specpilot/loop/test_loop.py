@@ -65,6 +65,17 @@ def test_measured_gain_is_the_planted_one(ended: Path) -> None:
     assert accepted is not None and accepted.accepted_length == pytest.approx(23 / 8, abs=0.15)
 
 
+def test_no_file_foretells_the_prompts(ended: Path) -> None:
+    """A candidate that read them all could answer the timed prompts before they are asked."""
+    asked: list[set[str]] = []
+    for _ in range(2):
+        with open_run(ended) as context:
+            asked.append({prompt.text for prompt in context.prompts("x/x-1").take("tuning", 8)})
+            hidden = {path.name for path in context.secret_paths()}
+    assert not asked[0] & asked[1]
+    assert {"hidden.jsonl", "journal.db", "journal.db-wal", "journal.db-shm"} <= hidden
+
+
 def test_memory_holds_what_was_found(ended: Path) -> None:
     with open_run(ended) as context:
         found = {item.mechanism.name: item for item in context.memory.mechanisms()}
