@@ -120,10 +120,8 @@ def _named(error: Exception) -> SpecPilotError:
             f"{scarce} ({type(error).__name__}: {str(error)[:200]})",
             f"see `ulimit -a`, then `specpilot resume latest`. Details: {_write_traceback(error) or 'none'}.",
         )
-    if (
-        isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError | FileNotFoundError)
-        and error.filename
-    ):
+    unusable = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError | FileNotFoundError)
+    if isinstance(error, OSError) and (unusable or error.errno == errno.EROFS) and error.filename:
         return EnvironmentProblem(
             f"{error.filename}: {error.strerror}",
             f"check that folder and its permissions; SPECPILOT_HOME says where runs are kept. Details: {_write_traceback(error) or 'none'}.",
