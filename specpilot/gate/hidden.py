@@ -57,6 +57,15 @@ def eos_token_ids(target: Path) -> list[int]:
     return sorted(found)
 
 
+def vocab_size(target: Path) -> int | None:
+    """Number of tokens that a checkpoint folder's config.json states, at its top or in its text part; None if neither does."""
+    path = target / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    text = config.get("text_config")
+    value = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return value if type(value) is int else None
+
+
 def served_block_size(info: dict[str, Any]) -> int:
     """Largest number of tokens a decode round commits, as `/server_info` states; 1 without a drafter.
 
@@ -75,10 +84,12 @@ def run_hidden_pass(
     eos_ids: Sequence[int],
     temperature: float = 0.0,
     block_size: int | None = None,
+    vocab: int | None = None,
 ) -> HiddenPass:
     """The whole pass on a started candidate.
 
-    `block_size`: the drafter's, from the deployment; what the server states is used if it is larger. Raises CandidateFailed
+    `block_size`: the drafter's, from the deployment; what the server states is used if it is larger. `vocab`: tokens that the
+    target knows. Raises CandidateFailed
     when the candidate does not answer.
     """
 
@@ -107,6 +118,7 @@ def run_hidden_pass(
         requested_tokens=fixed,
         natural_limit=policy.natural_tokens,
         eos_token_ids=list(eos_ids),
+        vocab_size=vocab,
         block_size=max(block_size or 1, served_block_size(info)),
         startup_s=server.startup_s,
         server_info=info,

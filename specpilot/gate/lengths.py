@@ -39,6 +39,16 @@ def check_fixed_length(generations: Sequence[Generation], requested: int) -> Che
     return Check(name="lengths.fixed", passed=True, detail=f"{len(generations)} answers of {requested} tokens")
 
 
+def check_known_tokens(generations: Sequence[Generation], vocab_size: int | None) -> Check:
+    """Every id is one of the target's `vocab_size` tokens: the reference can not be asked about any other."""
+    for g in generations:
+        if vocab_size is not None and max(g.output_ids, default=0) >= vocab_size:
+            detail = f"{g.prompt_id}: token {max(g.output_ids)}, the target knows {vocab_size}"
+            return Check(name="lengths.known", passed=False, detail=detail)
+    told = "vocabulary unknown" if vocab_size is None else f"all ids below {vocab_size}"
+    return Check(name="lengths.known", passed=True, detail=told)
+
+
 def check_same_lengths(base: Leg, candidate: Leg) -> Check:
     """The two sides of a timed pair answered the same prompts with the same number of tokens each."""
     want = {g.prompt_id: len(g.output_ids) for g in base.generations}

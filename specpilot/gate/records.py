@@ -96,6 +96,8 @@ class HiddenPass(Record):
     requested_tokens: int
     natural_limit: int = 0
     eos_token_ids: list[int] = Field(default_factory=list)
+    vocab_size: int | None = None
+    """Tokens that the target knows; None where its config does not say."""
     block_size: int = 1
     """Largest number of tokens one decode round can commit, as served (1 without a drafter)."""
     startup_s: float = 0.0

@@ -20,7 +20,7 @@ from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
 from specpilot.gate.cheats.corpus import Cheat, Stage, plant
 from specpilot.gate.diffcheck import check_diff
-from specpilot.gate.hidden import eos_token_ids, probe_replay, served_block_size
+from specpilot.gate.hidden import eos_token_ids, probe_replay, served_block_size, vocab_size
 from specpilot.gate.records import CheatOutcome, DiffReport, GatePolicy, HiddenPass, TimeFloor
 from specpilot.gate.verdict import judge, rejection
 from specpilot.models import ResolvedModels
@@ -115,6 +115,7 @@ def gather(server: EngineServer, bench: Bench, stages: frozenset[Stage]) -> tupl
         requested_tokens=tokens,
         natural_limit=limit,
         eos_token_ids=eos_token_ids(bench.models.target_dir),
+        vocab_size=vocab_size(bench.models.target_dir),
         block_size=served_block_size(server.identity),
         startup_s=server.startup_s,
         server_info=server.identity,

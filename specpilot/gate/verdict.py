@@ -137,6 +137,7 @@ def completeness_checks(e: Evidence) -> list[Judged]:
             e.hidden.natural.generations, e.hidden.natural_limit, e.hidden.eos_token_ids
         )
         judged.append((check, Reason.stop_mismatch))
+    judged.append((lengths.check_known_tokens(e.answers, e.hidden.vocab_size), Reason.token_mismatch))
     return judged
 
 

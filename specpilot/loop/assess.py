@@ -18,7 +18,7 @@ from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
 from specpilot.evaluation.stats import level_for, sample_sd
 from specpilot.gate.diffcheck import check_diff
-from specpilot.gate.hidden import eos_token_ids, run_hidden_pass
+from specpilot.gate.hidden import eos_token_ids, run_hidden_pass, vocab_size
 from specpilot.gate.policy import policy_of
 from specpilot.gate.records import DiffReport, HiddenPass, SelfTestResult
 from specpilot.gate.verdict import judge, rejection
@@ -100,6 +100,7 @@ def _measure(
                 eos_ids=eos_token_ids(context.resolved.target_dir),
                 temperature=context.deployment.regime.temperature,
                 block_size=context.identity.block_size,
+                vocab=vocab_size(context.resolved.target_dir),
             )
             return comparison, legs, hidden
         finally:

@@ -10,7 +10,7 @@ import pytest
 from specpilot.contracts import Comparison, SideSummary
 from specpilot.evaluation.prompts import Prompt
 from specpilot.gate import accounting, engagement, lengths, timing
-from specpilot.gate.hidden import eos_token_ids, near_copy, served_block_size
+from specpilot.gate.hidden import eos_token_ids, near_copy, served_block_size, vocab_size
 from specpilot.gate.records import GatePolicy, ReplayProbe, TimeFloor
 from specpilot.gate.replay import check_replay
 
@@ -280,3 +280,13 @@ def test_stop_tokens_of_a_checkpoint(tmp_path: Path) -> None:
     assert eos_token_ids(tmp_path) == [2, 7]
     (tmp_path / "config.json").write_text('{"eos_token_id": null}')
     assert eos_token_ids(tmp_path) == [2, 7]
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [('{"vocab_size": 7}', 7), ('{"text_config": {"vocab_size": 8}}', 8), ("{}", None), ('{"vocab_size": "7"}', None)],
+)
+def test_vocabulary_of_a_checkpoint(tmp_path: Path, config: str, found: int | None) -> None:
+    assert vocab_size(tmp_path) is None
+    (tmp_path / "config.json").write_text(config)
+    assert vocab_size(tmp_path) == found

@@ -71,6 +71,16 @@ def test_a_clean_candidate_passes_with_all_its_positions() -> None:
     assert failed(result) == []
 
 
+def test_tokens_that_the_target_does_not_know_never_reach_the_reference() -> None:
+    """It would refuse them, and a failure of the reference is infrastructure: three of those end a run."""
+    reference = Reference()
+    assert verdict(reference, hidden=hidden(vocab_size=25)).passed
+    asked = reference.calls
+    result = verdict(reference, hidden=hidden(vocab_size=24))
+    assert result.reason is Reason.token_mismatch and "token 24, the target knows 24" in result.detail
+    assert failed(result)[0] == "lengths.known" and reference.calls == asked
+
+
 def test_a_violation_in_the_timed_tokens() -> None:
     result = verdict(Reference({23: 0.126}))
     assert result.reason is Reason.token_mismatch
