@@ -106,7 +106,7 @@ def bubblewrap() -> str | None:
     path = shutil.which("bwrap")
     if path is None or os.environ.get("SPECPILOT_BWRAP") == "0":
         return None
-    probe = [path, *_BASE, "--tmpfs", "/tmp", "true"]
+    probe = [path, *_BASE, *_devices(), "--tmpfs", "/tmp", "true"]
     try:
         done = subprocess.run(probe, capture_output=True, timeout=10, stdin=subprocess.DEVNULL, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -114,7 +114,21 @@ def bubblewrap() -> str | None:
     return path if done.returncode == 0 else None
 
 
-_BASE = "--die-with-parent --unshare-pid --unshare-ipc --unshare-uts --ro-bind / / --dev-bind /dev /dev --proc /proc".split()
+# Root keeps its capabilities unless told otherwise, and could then mount the read-only file system writable again.
+_BASE = "--die-with-parent --unshare-pid --unshare-ipc --unshare-uts --cap-drop ALL --ro-bind / / --proc /proc".split()
+_ACCELERATORS = ("nvidia*", "dri", "kfd", "accel", "infiniband")
+
+
+def _devices() -> list[str]:
+    """A small `/dev` with shared memory of its own, and the accelerators. All of `/dev` would hand root the disks."""
+    words = ["--dev", "/dev"]
+    for pattern in _ACCELERATORS:
+        for path in sorted(Path("/dev").glob(pattern)):
+            words += ["--dev-bind", str(path), str(path)]
+    if os.geteuid() == 0:  # the kernel's settings belong to root, capabilities or not
+        words += ["--ro-bind-try", "/proc/sys", "/proc/sys"]
+        words += ["--ro-bind", "/dev/null", "/proc/sysrq-trigger"] if os.path.exists("/proc/sysrq-trigger") else []
+    return words
 
 
 def _wrapped(
@@ -125,7 +139,7 @@ def _wrapped(
     if program is None:
         return list(command)
     private = Path(os.path.realpath("/tmp"))
-    words = [program, *_BASE, "--tmpfs", str(private)]
+    words = [program, *_BASE, *_devices(), "--tmpfs", str(private)]
     named = [Path(word) for word in command if word.startswith("/")] + [cwd, *readable]
     named += [Path(sys.prefix), Path(sys.base_prefix), Path(command[0]).parent.parent]  # a venv of the engine's own
     for path in dict.fromkeys(named):

@@ -377,6 +377,27 @@ def test_bubblewrap_confines_writing_and_hides(confined: None, tmp_path: Path) -
     assert (tmp_path / "free/x").exists()
 
 
+def test_bubblewrap_holds_against_root(confined: None, tmp_path: Path) -> None:
+    """With root's capabilities one `mount` makes everything writable again; root also owns disks and kernel settings."""
+    code = f"""
+        import ctypes, os, stat
+        libc = ctypes.CDLL(None, use_errno=True)
+        MS_REMOUNT, MS_BIND = 32, 4096
+        print(libc.mount(None, b"/", None, MS_REMOUNT | MS_BIND, None))
+        for path in ({str(tmp_path / "x")!r}, "/proc/sys/kernel/hostname"):
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
+                print("opened", path)
+            except OSError:
+                print("refused")
+        print([n for n in os.listdir("/dev") if stat.S_ISBLK(os.lstat("/dev/" + n).st_mode)], os.listdir("/dev/shm"))
+        open("/dev/shm/left-behind", "w").close()
+    """
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20)
+    assert done.tail.splitlines() == ["-1", "refused", "refused", "[] []"], done.tail
+    assert not Path("/dev/shm/left-behind").exists()
+
+
 def test_bubblewrap_passes_exit_status_signals_and_loopback(confined: None, tmp_path: Path) -> None:
     assert run_bounded(["sh", "-c", "exit 7"], cwd=tmp_path, env=ENV, timeout_s=20).returncode == 7
     crash = python("import os; os.kill(os.getpid(), 11)")
