@@ -18,6 +18,7 @@ from specpilot.journal import Journal
 from specpilot.loop.budget import BudgetClock
 from specpilot.loop.records import Prepared, RunMeta
 from specpilot.models import ResolvedModels
+from specpilot.sandbox import bubblewrap
 from specpilot.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from specpilot.report.view import RunView
 
 SESSION_KEY = "sessions"
+
+UNCONFINED = (
+    "no usable bubblewrap: candidates run unconfined and can change whatever this user can, this program and its evidence "
+    "included. Install it (apt install bubblewrap), or read every patch before you trust its result."
+)
 
 
 @dataclass
@@ -113,6 +119,11 @@ class RunContext:
         hidden = self.deployment.prompt_files("hidden")
         journal = [self.journal.path.with_name(self.journal.path.name + end) for end in ("", "-wal", "-shm")]
         return [path for path in (*hidden, *journal) if path.exists()]
+
+    def warn_unconfined(self) -> None:
+        """Says, before candidate code runs, that nothing keeps it inside its folder. Its results are worth a reader's trust in it."""
+        if bubblewrap() is None:
+            self.say("note", level="warning", text=UNCONFINED)
 
     def say(self, kind: str, **data: Any) -> None:
         """Shows an event and keeps it in the journal."""

@@ -92,6 +92,7 @@ def judge_waiting(context: RunContext, candidate: Candidate) -> Assessment:
     from specpilot.loop.assess import assess
     from specpilot.loop.merge import merge_one
 
+    context.warn_unconfined()
     head = head_of(context)
     assessment = assess(context, f"x/{candidate.attempt_id}", candidate, candidate.base_commit)
     settle(context, candidate, assessment)

@@ -42,6 +42,8 @@ def prepare(context: RunContext) -> None:
     context.prepared = context.journal.step("preflight", lambda: _identities(context), model=Prepared)
     _assert_same_models(context)
     context.journal.step("machine", lambda: machine_facts(context))
+    if not context.journal.finished("selftest"):
+        context.warn_unconfined()
     context.say("phase", name="gate", detail="calibration and planted cheats")
     calibration(context)
     _self_test(context)

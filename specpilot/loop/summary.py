@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import Any
 
@@ -187,9 +188,9 @@ def _notes(context: RunContext) -> list[str]:
 
 
 def _commands(context: RunContext) -> list[Command]:
-    run = context.meta.run_id
+    run, source = shlex.quote(context.meta.run_id), shlex.quote(str(context.meta.deployment_path))
     return [
-        Command(what="Run it again", command=f"specpilot optimize --deployment {context.meta.deployment_path}"),
+        Command(what="Run it again", command=f"specpilot optimize --deployment {source}"),
         Command(what="Take the engine", command=f"specpilot export {run} --to engine"),
         Command(what="Review the changes", command=f"specpilot export {run} --to patches --format patches"),
         Command(what="See what was learned", command="specpilot memory inspect"),

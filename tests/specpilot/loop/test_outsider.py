@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from specpilot.contracts import AttemptState
 from specpilot.journal import Journal
 from specpilot.loop.external import open_attempt
 from specpilot.loop.run import open_run, optimize, resume
+from specpilot.loop.summary import report_data
 from specpilot.paths import JOURNAL_NAME
 from tests.helpers.fake_server import Behaviour
 from tests.specpilot.loop.setting import fake_setting, text_of
@@ -71,3 +73,23 @@ def test_a_rejected_attempt_exits_10_and_an_accepted_one_0(rested: Path, tmp_pat
     before = elapsed(rested)
     assert resume(rested, plain=True).final["variants"], "the closing session of the new head is work, and counts"
     assert elapsed(rested) > before
+
+
+@pytest.mark.parametrize(("program", "warned"), [(None, 1), ("/usr/bin/bwrap", 0)])
+def test_a_run_without_a_sandbox_says_so(
+    rested: Path, monkeypatch: pytest.MonkeyPatch, program: str | None, warned: int
+) -> None:
+    monkeypatch.setattr("specpilot.loop.context.bubblewrap", lambda: program)
+    with open_run(rested) as context:
+        before = len(context.journal.events(kind="note"))
+        context.warn_unconfined()
+        notes = [event.data for event in context.journal.events(kind="note")[before:]]
+    assert len(notes) == warned
+    assert all(note["level"] == "warning" and "no usable bubblewrap" in note["text"] for note in notes)
+
+
+def test_commands_to_go_on_with_survive_the_shell(rested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_run(rested) as context:
+        monkeypatch.setattr(context.meta, "__dict__", context.meta.__dict__ | {"run_id": "a 'b\" c"})
+        words = [shlex.split(command.command) for command in report_data(context).commands]
+    assert ["specpilot", "export", "a 'b\" c", "--to", "engine"] in words
