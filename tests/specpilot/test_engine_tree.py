@@ -63,6 +63,8 @@ def test_the_bundled_engine_is_readable() -> None:
     tree = load_deployment(find_deployment("cpu_c1_smollm2-135m_ngram")).engine_tree()
     spec = load_engine_spec(tree)
     assert spec.name == "slim"
+    filled = spec.environment({"threads": "2", "cache": "/run/cache/abc"})
+    assert filled["SLIM_NATIVE_CACHE"] == "/run/cache/abc", "no commit may load what another one built"
     values = {name: name.upper() for name in ("python", "target", "drafter", "host", "port", "threads")}
     assert spec.command("ar", values)[:2] == ["PYTHON", "-m"]
     assert read_tunables(tree).keys() == spec.tunables.keys()
