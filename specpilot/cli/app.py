@@ -88,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     app(args=None if arguments is None else list(arguments), prog_name="specpilot")
 
 
+_UNUSABLE = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.ESTALE)
+
+
 def complain(error: SpecPilotError) -> int:
     """Print an error as one message on standard error; returns the exit code."""
     typer.echo(f"error: {error.message}", err=True)
@@ -121,7 +124,7 @@ def _named(error: Exception) -> SpecPilotError:
             f"see `ulimit -a`, then `specpilot resume latest`. Details: {_write_traceback(error) or 'none'}.",
         )
     unusable = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError | FileNotFoundError)
-    if isinstance(error, OSError) and (unusable or error.errno == errno.EROFS) and error.filename:
+    if isinstance(error, OSError) and (unusable or error.errno in _UNUSABLE) and error.filename:
         return EnvironmentProblem(
             f"{error.filename}: {error.strerror}",
             f"check that folder and its permissions; SPECPILOT_HOME says where runs are kept. Details: {_write_traceback(error) or 'none'}.",

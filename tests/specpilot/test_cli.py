@@ -179,6 +179,7 @@ def test_unexpected_errors_leave_a_log_and_no_traceback(monkeypatch: pytest.Monk
         (RuntimeError("can't start new thread"), "no further thread"),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "no further thread or process"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "run.lock"), "run.lock: Is a directory"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "/x"), "/x: File name too long"),
         (OSError(errno.EROFS, "Read-only file system", "/mnt/run"), "/mnt/run: Read-only"),
     ],
 )
