@@ -115,10 +115,10 @@ class RunContext:
         return self.trees.checkout(f"serve-{commit[:12]}", commit)
 
     def secret_paths(self) -> list[Path]:
-        """What no engine may read: hidden prompts, the journal (its write-ahead log too) with the nonces' secret."""
-        hidden = self.deployment.prompt_files("hidden")
+        """What no engine may read: prompts (it could answer them while it starts), the journal (its write-ahead log too) with the nonces' secret."""
+        prompts = [*self.deployment.prompt_files("tuning"), *self.deployment.prompt_files("hidden")]
         journal = [self.journal.path.with_name(self.journal.path.name + end) for end in ("", "-wal", "-shm")]
-        return [path for path in (*hidden, *journal) if path.exists()]
+        return [path for path in (*prompts, *journal) if path.exists()]
 
     def warn_unconfined(self) -> None:
         """Says, before candidate code runs, that nothing keeps it inside its folder. Its results are worth a reader's trust in it."""

@@ -73,7 +73,7 @@ def test_no_file_foretells_the_prompts(ended: Path) -> None:
             asked.append({prompt.text for prompt in context.prompts("x/x-1").take("tuning", 8)})
             hidden = {path.name for path in context.secret_paths()}
     assert not asked[0] & asked[1]
-    assert {"hidden.jsonl", "journal.db", "journal.db-wal", "journal.db-shm"} <= hidden
+    assert {"hidden.jsonl", "tuning.jsonl", "journal.db", "journal.db-wal", "journal.db-shm"} <= hidden
 
 
 def test_memory_holds_what_was_found(ended: Path) -> None:
