@@ -98,7 +98,7 @@ def render_brief(
 def claim_template(component: str) -> str:
     """A claim file to fill in; it parses as it is."""
     return (
-        f"component: {component}\n"
+        f'component: "{component}"\n'  # quoted: `*` alone is YAML for an alias
         "hypothesis: Why this is faster, in one or two sentences.\n"
         "predicted_gain: 1.10        # decode tokens/s, candidate over base; may be left out\n"
         "counters: []                # counters that must grow during the timed run\n"

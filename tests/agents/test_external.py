@@ -32,6 +32,7 @@ def test_template_parses():
     submission = parse_claim(claim_template("target.mlp"))
     assert submission.claim.component == "target.mlp" and submission.claim.predicted_gain == 1.1
     assert submission.remember.name == "short-name"
+    assert parse_claim(claim_template("*")).claim.component == "*", "the default, and YAML for an alias"
 
 
 def test_claim_file(tmp_path):
