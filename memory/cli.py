@@ -234,7 +234,9 @@ class _Out:
 
     def print(self, what: object, **options: Any) -> None:
         """As `rich.console.Console.print`."""
-        Console().print(what, **options)
+        found = Console()
+        # In a pipe or file nobody looks at columns, but somebody may look for a name.
+        (found if found.is_terminal else Console(width=200)).print(what, **options)
 
 
 class _clear:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from specpilot.cli.options import Plain, RunName
 from specpilot.cli.status import attempt_table
+from specpilot.cli.tables import console
 from specpilot.errors import NOT_ACCEPTED, UsageError
 from specpilot.journal import Journal
 from specpilot.paths import JOURNAL_NAME, find_run
@@ -70,5 +70,5 @@ def list_(run: RunName = "latest") -> None:
     """All attempts of a run and where they stand."""
     journal = Journal.open(find_run(run) / JOURNAL_NAME)
     attempts = journal.attempts()
-    Console().print(attempt_table(attempts) if attempts else escape("no attempts yet"))
+    console().print(attempt_table(attempts) if attempts else escape("no attempts yet"))
     journal.close()

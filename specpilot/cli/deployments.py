@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from specpilot.check import check
 from specpilot.cli.options import Overrides, load
+from specpilot.cli.tables import console
 from specpilot.deployment import bundled_deployments, load_deployment
 from specpilot.errors import SpecPilotError
 
@@ -29,7 +29,7 @@ def list_() -> None:
             continue
         cells = (d.name, d.target.architecture, str(d.drafter.method), d.hardware)
         table.add_row(*(escape(c) for c in cells), str(d.regime.concurrency), f"{d.regime.temperature:g}")
-    Console().print(table)
+    console().print(table)
 
 
 @app.command()

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from specpilot.cli.options import RunName
+from specpilot.cli.tables import console
 from specpilot.contracts import AttemptState, StopReason
 from specpilot.errors import SpecPilotError
 from specpilot.journal import AttemptRow, Journal
@@ -30,30 +30,28 @@ def status(run: RunName = "latest") -> None:
     """What a run is doing, or how it ended."""
     folder = find_run(run)
     journal = Journal.open(folder / JOURNAL_NAME)
-    console = Console()
-    console.print(f"run       {escape(folder.name)}\nfolder    {escape(str(folder))}")
-    console.print(f"deployment {escape(deployment_name(journal))}")
-    console.print(f"state     {escape(state_of(folder, journal))}")
+    out = console()
+    out.print(f"run       {escape(folder.name)}\nfolder    {escape(str(folder))}")
+    out.print(f"deployment {escape(deployment_name(journal))}")
+    out.print(f"state     {escape(state_of(folder, journal))}")
     steps = journal.steps()
     begun = [step.key for step in steps if not step.finished]
-    console.print(
+    out.print(
         f"steps     {sum(step.finished for step in steps)} finished"
         + escape(f"; begun: {', '.join(begun)}" if begun else "")
     )
     attempts = journal.attempts()
     if attempts:
-        console.print(attempt_table(attempts))
-    console.print(f"seal      {journal.seal_head} (of everything in the journal as it stands)", soft_wrap=True)
+        out.print(attempt_table(attempts))
+    out.print(f"seal      {journal.seal_head} (of everything in the journal as it stands)", soft_wrap=True)
     for event in journal.events()[-5:]:
-        console.print(
-            f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event.kind} {escape(_short(event.data))}"
-        )
+        out.print(f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event.kind} {escape(_short(event.data))}")
     journal.close()
 
 
 def runs() -> None:
     """All runs, oldest first."""
-    console = Console()
+    out = console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("run", "deployment", "started", "state", "attempts"):
         table.add_column(column, overflow="fold")
@@ -71,7 +69,7 @@ def runs() -> None:
             escape(folder.name), escape(deployment_name(journal)), began, escape(state_of(folder, journal)), merged
         )
         journal.close()
-    console.print(table if folders else f"no runs under {runs_dir()}")
+    out.print(table if folders else f"no runs under {runs_dir()}")
 
 
 def state_of(folder: Path, journal: Journal) -> str:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 import specpilot
 from specpilot.cli.options import size_text
+from specpilot.cli.tables import console
 from specpilot.errors import EnvironmentProblem, SpecPilotError, UsageError
 
 To = Annotated[Path, typer.Option("--to", help="Folder to write; must not exist.")]
@@ -65,12 +65,10 @@ def pack(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(_table(found["tensors"]))
+    out = console()
+    out.print(_table(found["tensors"]))
     before, after = found["original_bytes"], found["packed_bytes"]
-    console.print(
+    out.print(
         f"{to}: weights {size_text(before)} -> {size_text(after)} ({after / max(1, before):.1%}); "
         f"weights sha256 {found['weights_sha256']}",
         soft_wrap=True,
