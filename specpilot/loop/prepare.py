@@ -6,6 +6,7 @@ import json
 import sys
 import tomllib
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 from specpilot.contracts import Calibration
@@ -198,11 +199,18 @@ def measure_four(context: RunContext, key: str, variants: list[tuple[str, str, s
             (name, stack.enter_context(context.engine(commit, variant, f"{key}-{name}")))
             for name, commit, variant in variants
         ]
+        answered = count(1)
+
+        def on_leg(_: str, batch: int, __: float) -> None:
+            if next(answered) % len(servers) == 0:
+                context.say("prompts", done=(batch + 1) * context.deployment.regime.concurrency, of=prompts)
+
         result = measure_variants(
             servers,
             context.prompts(key).take("tuning", prompts),
             settings=context.deployment.measurement,
             regime=context.deployment.regime,
+            on_leg=on_leg,
         )
     data = result.model_dump(mode="json")
     context.say("baseline", **data)

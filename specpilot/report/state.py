@@ -118,6 +118,10 @@ class RunState:
             for name, v in figures.items()
         ]
 
+    def _prompts(self, data: dict[str, Any]) -> list[str]:
+        self.detail = f"{data.get('done', '?')} of {data.get('of', '?')} prompts answered by every engine"
+        return [f"{self.phase}: {self.detail}"]
+
     def _gaps(self, data: dict[str, Any]) -> list[str]:
         self.gaps = data
         rows = sorted(data.get("rows") or [], key=lambda row: -row.get("recoverable_ms", 0.0))[:3]

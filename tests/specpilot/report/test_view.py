@@ -60,6 +60,13 @@ def test_a_missed_cheat_stands_out():
     assert told[-1] == "gate self-test FAILED: 0 of 1 planted cheats rejected"
 
 
+def test_a_session_of_several_engines_tells_how_far_it_is():
+    state = RunState()
+    state.apply("phase", {"name": "closing", "detail": "ar, stock, final and final-ar in one session"})
+    assert state.apply("prompts", {"done": 3, "of": 8}) == ["closing: 3 of 8 prompts answered by every engine"]
+    assert state.detail.startswith("3 of 8")
+
+
 def test_screen_shows_every_part_and_fits_a_small_terminal():
     console = Console(file=io.StringIO(), width=110, height=50, force_terminal=True)
     view = RunView("demo", "run-1", console=console)
