@@ -52,6 +52,7 @@ def report_data(context: RunContext) -> ReportData:
         rounds=sum(1 for row in journal.steps() if row.key.endswith("/result") and row.finished),
         hardware=machine.get("hardware", {}),
         software=machine.get("software", {}),
+        closed=bool(meta.get("final_head")),
         figures=[Figure.model_validate(value) for value in four.get("variants", {}).values()],
         ratios=[Ratio.model_validate(value) for value in four.get("ratios", [])],
         steps=steps,

@@ -193,6 +193,8 @@ class ReportData(Part):
     software: dict[str, str] = Field(default_factory=dict)
     """Name to version."""
     figures: list[Figure] = Field(default_factory=list)
+    closed: bool = True
+    """Whether `figures` and `ratios` are the closing session's; otherwise those of the first look at `ar` and `stock`."""
     ratios: list[Ratio] = Field(default_factory=list)
     steps: list[Step] = Field(default_factory=list)
     left_out: list[Again] = Field(default_factory=list)

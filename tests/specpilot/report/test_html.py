@@ -182,6 +182,13 @@ def test_parts_may_be_missing(change):
     assert "How it ended" in outline.text
 
 
+def test_first_look_figures_are_not_called_the_closing_session():
+    whole = Outline(render_report(report_data())).text
+    assert "Four engines, one session" in whole and "prompts of the closing session" in whole
+    early = Outline(render_report(report_data().model_copy(update={"closed": False}))).text
+    assert "Four engines, one session" not in early and "The closing session was not measured" in early
+
+
 def test_a_run_that_ended_at_once_has_a_report():
     bare = ReportData(deployment="d", run_id="r", stop_reason="gate-unsound", attempts=[])
     text = Outline(render_report(bare)).text
