@@ -60,7 +60,11 @@ def submit_attempt(context: RunContext, attempt_id: str, claim_file: Path) -> As
     """Commits the worktree, then measures, judges and merges it; None when the run is busy and it has to wait."""
     row = context.journal.attempt(attempt_id)
     if row.worker != "external" or row.state is not AttemptState.working:
-        raise UsageError(f"attempt {attempt_id} is {row.state.value} and cannot be submitted", "open another one.")
+        commit = row.data.get("candidate", {}).get("commit")
+        hint = f", and `git cherry-pick {commit[:12]}` in its worktree brings this change over" if commit else ""
+        raise UsageError(
+            f"attempt {attempt_id} is {row.state.value} and cannot be submitted", f"open another one{hint}."
+        )
     submission = parse_claim(claim_file)
     base = str(row.data["base_commit"])
     commit = context.trees.commit_all(attempt_id, submission.claim.hypothesis.splitlines()[0][:72])
