@@ -41,7 +41,7 @@ class RecallWorker:
                 self.notes.append(f"{item.name}: waits for {', '.join(item.waits_for)}")
             elif item.refuted_on_this and item.score <= promised:
                 self.notes.append(
-                    f"{item.name}: tried when nothing else is left that promises as much: this deployment refuted it before on such a machine "
+                    f"{item.name}: tried when nothing else is left that promises as much: this deployment tried it before on such a machine, and it did not gain "
                     f"({item.refuted_on_this})"
                 )
             elif len(proposals) >= context.max_proposals:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from .database import default_url
 from .errors import MemoryError_
+from .recall import merely_null
 from .records import Effect, Mechanism, StoredMechanism
 from .store import MemoryStore
 
@@ -203,7 +204,9 @@ def _effect_line(effect: Effect) -> str:
     length = ""
     if effect.accepted_length_before and effect.accepted_length_after:
         length = f", accepted length {effect.accepted_length_before:.2f} -> {effect.accepted_length_after:.2f}"
-    outcome = effect.outcome if effect.outcome == "verified" else f"refuted: {effect.reason}"
+    outcome = "verified" if effect.outcome == "verified" else f"refuted: {effect.reason}"
+    if merely_null(effect):
+        outcome = "no effect that could be told from none"
     where = f"{effect.deployment} on {effect.hardware.name or effect.hardware.hardware_class}"
     when = f"{effect.at:%Y-%m-%d %H:%M} UTC" if effect.at else "no date"
     return (

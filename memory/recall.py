@@ -110,7 +110,7 @@ def _refuted_on_this(here: list[Effect], query: RecallQuery) -> Effect | None:
         if effect.outcome == "verified":
             return None
         proofs = [e.ratio for e in same[position + 1 :] if e.outcome == "verified"]
-        if not (_merely_null(effect) and proofs and effect.high >= proofs[0]):
+        if not (merely_null(effect) and proofs and effect.high >= proofs[0]):
             return effect
     return None
 
@@ -122,13 +122,13 @@ def _refuted_here(here: list[Effect], query: RecallQuery) -> Effect | None:
     return None
 
 
-def _merely_null(effect: Effect) -> bool:
+def merely_null(effect: Effect) -> bool:
     """Measured without an effect that could be told from none."""
     return effect.outcome == "refuted" and effect.reason == "no-gain" and effect.low < 1.0 < effect.high
 
 
 def _refutation(effect: Effect) -> str:
-    what = "no effect" if _merely_null(effect) else effect.reason
+    what = "no effect" if merely_null(effect) else effect.reason
     return f"{what}: {effect.ratio:.2f}x [{effect.low:.2f}, {effect.high:.2f}], run {effect.run or 'unknown'}"
 
 

@@ -104,7 +104,7 @@ def test_what_this_deployment_refuted_waits_until_nothing_else_is_left(store, ad
         return [p.mechanism for p in worker.plan(context(deployment_fingerprint="here", **fields))]
 
     assert plan() == ["fresh"]
-    told = "null: tried when nothing else is left that promises as much: this deployment refuted it before on such a machine (no effect: 1.00x"
+    told = "null: tried when nothing else is left that promises as much: this deployment tried it before on such a machine, and it did not gain (no effect: 1.00x"
     assert any(note.startswith(told) for note in worker.notes)
     assert plan(present=("fresh",)) == ["later"]
     assert plan(present=("fresh", "later")) == ["null"], "it may be tried again, on the faster engine"
