@@ -194,29 +194,10 @@ class EngineClient:
         return Path(answer["trace"])
 
     @contextmanager
-    def _streamed(self, path: str, body: Any, timeout_s: float | None) -> Iterator[Iterator[bytes]]:
-        """An open response whose chunks are yielded until the deadline; transport errors become ours."""
-        limit = self.request_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        cutter = _Cutter(limit)
-        try:
-            with (
-                cutter,
-                self._http.stream("POST", path, json=body, timeout=limit, extensions=cutter.extensions) as response,
-            ):
-                if response.status_code != 200:
-                    self._refused(path, response.status_code, _head(response, deadline))
-                yield _until(response.iter_raw(), deadline, f"{path} after {limit:.0f} s")
-        except EngineError as error:
-            self._fail(error)
-        except httpx.TimeoutException:
-            self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
-        except httpx.HTTPError as error:
-            if cutter.cut:
-                self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
-            self._fail(EngineCrash(f"{path}: connection lost ({type(error).__name__}: {error})", self._hint()))
-
-    def _bytes(self, method: str, path: str, body: Any, timeout_s: float | None) -> bytes:
+    def _exchange(
+        self, method: str, path: str, body: Any, timeout_s: float | None
+    ) -> Iterator[tuple[httpx.Response, float, float]]:
+        """An open response, its time limit in seconds and when that is over; transport errors become ours."""
         limit = self.request_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         cutter = _Cutter(limit)
@@ -225,18 +206,28 @@ class EngineClient:
                 cutter,
                 self._http.stream(method, path, json=body, timeout=limit, extensions=cutter.extensions) as response,
             ):
-                content = _head(response, deadline, MAX_ANSWER_BYTES)
-                if response.status_code != 200:
-                    self._refused(path, response.status_code, content)
-                return content
+                yield response, limit, deadline
         except EngineError as error:
             self._fail(error)
-        except httpx.TimeoutException:
-            self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
         except httpx.HTTPError as error:
-            if cutter.cut:
+            if cutter.cut or isinstance(error, httpx.TimeoutException):
                 self._fail(EngineTimeout(f"{path}: no answer within {limit:.0f} s", self._hint()))
             self._fail(EngineCrash(f"{path}: connection lost ({type(error).__name__}: {error})", self._hint()))
+
+    @contextmanager
+    def _streamed(self, path: str, body: Any, timeout_s: float | None) -> Iterator[Iterator[bytes]]:
+        """The chunks of an answer, until the deadline."""
+        with self._exchange("POST", path, body, timeout_s) as (response, limit, deadline):
+            if response.status_code != 200:
+                self._refused(path, response.status_code, _head(response, deadline))
+            yield _until(response.iter_raw(), deadline, f"{path} after {limit:.0f} s")
+
+    def _bytes(self, method: str, path: str, body: Any, timeout_s: float | None) -> bytes:
+        with self._exchange(method, path, body, timeout_s) as (response, _, deadline):
+            content = _head(response, deadline, MAX_ANSWER_BYTES)
+            if response.status_code != 200:
+                self._refused(path, response.status_code, content)
+            return content
 
     def _json(self, method: str, path: str, body: Any, timeout_s: float | None) -> dict[str, Any]:
         return parse_object(self._bytes(method, path, body, timeout_s), f"{path}: answer")
