@@ -1,18 +1,18 @@
 """Does a deployment hold together? Everything that can be known without running an engine, before anything is spent.
 
 Reads files only (a checkpoint's header and digest, never its tensors); fetches nothing, so that of a target which is not
-here yet only the file's own words are checked. May import costmodel, deployment, drafters, engine_tree, errors,
+here yet only the file's own words are checked. May import costmodel, cores, deployment, drafters, engine_tree, errors,
 evaluation.prompts and models.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from specpilot.cores import usable_cores
 from specpilot.deployment import Deployment
 from specpilot.drafters import check_drafter
 from specpilot.engine_tree import EngineSpec, load_engine_spec
@@ -89,7 +89,7 @@ def weights_dtype(folder: Path) -> str | None:
 
 def _check_threads(deployment: Deployment) -> None:
     wanted = deployment.engine.threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if wanted is not None and wanted > cores:
         raise UsageError(
             f"deployment {deployment.name}: engine.threads: {wanted} threads on {cores} cores that this process may use",

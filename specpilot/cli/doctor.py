@@ -14,6 +14,7 @@ import psutil
 import typer
 
 from specpilot.cli.options import size_text
+from specpilot.cores import usable_cores
 from specpilot.paths import home
 from specpilot.sandbox import bubblewrap
 
@@ -91,7 +92,7 @@ def _memory() -> Line:
 
 
 def _threads() -> Line:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = usable_cores()
     load = os.getloadavg()[0]
     busy = load > 0.5 * count
     return (

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from specpilot import sandbox
+from specpilot.cores import usable_cores
 from specpilot.deployment import Deployment
 from specpilot.engine_tree import EngineSpec
 from specpilot.errors import EnvironmentProblem, InfrastructureError
@@ -328,11 +329,6 @@ def check_identity(info: dict[str, Any], commit: str, variant: str, models: Reso
 def _section(info: dict[str, Any], name: str) -> dict[str, Any]:
     value = info.get(name)
     return value if isinstance(value, dict) else {}
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_port() -> int:
