@@ -59,11 +59,9 @@ class Swapped:
         if weight.dtype != torch.bfloat16 or not self._wanted(name):
             return self._make(weight, name, *rest, **more)
         layer = NamedLinear.pack(weight, name)
-        self.layers, self.weights, self.nbytes = (
-            self.layers + 1,
-            self.weights + weight.numel(),
-            self.nbytes + layer.nbytes,
-        )
+        self.layers += 1
+        self.weights += weight.numel()
+        self.nbytes += layer.nbytes
         return layer
 
     def __str__(self) -> str:

@@ -78,17 +78,19 @@ class Shape:
             self.rows in (1, 2) and self.split in (1, 2, 4, 8) and self.depth in (1, 2, 4)
         ):
             return False
-        limit = 352 if self.rows == 2 else 512 if padded_rows(m) == 64 else 640  # threads; `max_threads` of gemm.cuh
-        limit = 672 if self.grouped else limit
         return (
             not (self.grouped and self.rows == 2)
-            and (self.warps + 1) * 32 <= limit
-            and (
-                self.shared_bytes(subtile, m, best) <= SHARED_LIMIT
-                and self.stages <= 16
-                and self.stage_subtiles % self.depth == 0
-            )
+            and (self.warps + 1) * 32 <= self._thread_limit(m)
+            and self.shared_bytes(subtile, m, best) <= SHARED_LIMIT
+            and self.stages <= 16
+            and self.stage_subtiles % self.depth == 0
         )
+
+    def _thread_limit(self, m: int) -> int:
+        """`max_threads` of gemm.cuh."""
+        if self.grouped:
+            return 672
+        return 352 if self.rows == 2 else 512 if padded_rows(m) == 64 else 640
 
 
 def padded_rows(m: int) -> int:
