@@ -178,6 +178,7 @@ def _convert(wheel: Path, source: WheelSource, expected: str, folder: Path, tell
             env=scrub_environment({}),
             timeout_s=CONVERT_TIMEOUT_S,
             writable=[scratch],
+            readable=[_CONVERTER.parent],  # it imports its neighbour, and `/tmp`, where a clone may lie, is private
         )
         if done.returncode:
             if "No space left" in done.tail:
