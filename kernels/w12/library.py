@@ -61,7 +61,7 @@ def compile_library(target: str, folder: Path | None = None) -> Path:
     if nvcc is None:
         raise MachineProblem(
             "the W12 kernels must be compiled, and nvcc is not to be found",
-            "install the CUDA toolkit (12.8 or newer) and put nvcc on the PATH or set CUDA_HOME; or use backend='triton'",
+            "install the CUDA toolkit (12.8 or newer) and put nvcc on the PATH or set CUDA_HOME; until then the layers use Triton",
         )
     sources = sorted(SOURCES.glob("*.cu*"))
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
@@ -109,6 +109,6 @@ def target_of(capability: tuple[int, int]) -> str:
     if capability[0] not in TARGETS:
         raise MachineProblem(
             f"the CUDA kernels serve compute capability 9.0 and 12.0, this card has {capability[0]}.{capability[1]}",
-            "use backend='triton'",
+            "the layers use Triton there",
         )
     return TARGETS[capability[0]]

@@ -279,16 +279,26 @@ def swap(model: nn.Module, wanted: Callable[[str], bool], *, dependent: bool = F
     owners read their weight) and `model` itself. A layer with several names stays one. Frees each BF16 weight as it
     goes, unless something else holds it, as an embedding does the weight of a tied head.
     """
+    layers = [names for names in swappable(model) if wanted(names[0])]
+    for names in layers:
+        put(model, names, W12Linear.from_dense(model.get_submodule(names[0]), dependent=dependent))  # type: ignore[arg-type]
+    return [name for names in layers for name in names]
+
+
+def swappable(model: nn.Module) -> list[list[str]]:
+    """The layers below `model` that W12 can take the place of, each with all names that it has."""
     layers: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if name and _swappable(module) and wanted(name):
+        if name and _swappable(module):
             layers.setdefault(id(module), []).append(name)
-    del module  # nothing here may hold a layer while it is replaced
-    for names in layers.values():
-        packed = W12Linear.from_dense(model.get_submodule(names[0]), dependent=dependent)  # type: ignore[arg-type]
-        for name in names:
-            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], packed)
-    return [name for names in layers.values() for name in names]
+    return list(layers.values())
+
+
+def put(model: nn.Module, names: list[str], value: nn.Module | Tensor) -> None:
+    """Set a layer, parameter or buffer under all its dotted names."""
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, value)
 
 
 def _swappable(module: nn.Module) -> bool:

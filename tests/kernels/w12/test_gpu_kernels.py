@@ -6,6 +6,10 @@ Run with `python -m pytest -m gpu tests/kernels/w12` (deselected by default).
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +18,12 @@ import torch.nn.functional as F
 
 from specpilot.kernels.w12 import gemm
 from specpilot.kernels.w12.autotune import heuristic
+from specpilot.kernels.w12.container.checkpoint import pack
 from specpilot.kernels.w12.format import encode
 from specpilot.kernels.w12.gemm import Shape
 from specpilot.kernels.w12.layout import Tiles, tile_bf16, tile_w12
 from specpilot.kernels.w12.linear import W12GateUp, W12Head, W12Linear, W12Weight, from_linear, swap
+from specpilot.kernels.w12.load import load_packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
@@ -251,6 +257,30 @@ def test_triton_product() -> None:
         assert ((y - reference).norm() / reference.norm()).item() < 3e-3
 
 
+FALLEN_BACK = """
+import torch, torch.nn.functional as F
+from specpilot.kernels.w12.linear import W12GateUp, W12Head, W12Linear, from_linear
+torch.manual_seed(0)
+def random(*shape): return (torch.randn(*shape, device="cuda") * 0.05).bfloat16()
+def close(y, reference): assert ((y.double() - reference).norm() / reference.norm()).item() < 4e-3
+weight, x, residual = random(768, 512), random(70, 512), random(70, 768)
+close(W12Linear(from_linear(weight))(x, residual), x.double() @ weight.double().T + residual.double())
+gate, up = weight.chunk(2)
+close(W12GateUp(gate, up)(x), F.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T))
+logits, head = F.linear(x, weight).float(), W12Head(from_linear(weight))
+assert torch.equal(head.argmax(x), logits.argmax(-1)) and torch.equal(head.top(x, 4)[0], logits.topk(4).values)
+print("fell back")
+"""
+
+
+def test_layers_where_the_kernels_do_not_compile(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    broken = {"SPECPILOT_CACHE": str(tmp_path), "SPECPILOT_W12_NVCC_FLAGS": "--no-such-flag"}
+    ran = subprocess.run([sys.executable, "-c", FALLEN_BACK], env=os.environ | broken, capture_output=True, text=True)
+    assert ran.returncode == 0 and ran.stdout == "fell back\n", ran.stderr
+    assert "W12 falls back to Triton" in ran.stderr and "no-such-flag" in ran.stderr
+
+
 def test_refusals() -> None:
     tiles, x = tile_w12(encode(gaussian(64, 256))), torch.randn(65, 256, device="cuda").bfloat16()
     y = torch.empty(65, 64, dtype=torch.bfloat16, device="cuda")
@@ -263,8 +293,8 @@ def test_refusals() -> None:
     assert W12Weight(tiles).dense().shape == (64, 256)
 
 
-def test_a_model_swapped_by_name_runs_in_a_graph() -> None:
-    transformers = pytest.importorskip("transformers")
+def test_a_model_swapped_by_name_runs_in_a_graph(tmp_path: Path) -> None:
+    transformers, accelerate = pytest.importorskip("transformers"), pytest.importorskip("accelerate")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_hidden_layers": 2, "head_dim": 64}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
     torch.manual_seed(0)
@@ -272,6 +302,7 @@ def test_a_model_swapped_by_name_runs_in_a_graph() -> None:
     tokens = torch.randint(512, (1, 8), device="cuda")
     with torch.no_grad():
         library = model(tokens, use_cache=False).logits.double()
+        original = copy.deepcopy(model)
         reference = copy.deepcopy(model).double()(tokens, use_cache=False).logits
         replaced = swap(model, lambda name: True)
         assert len(replaced) == 2 * 7 + 1 and "lm_head" in replaced
@@ -284,3 +315,14 @@ def test_a_model_swapped_by_name_runs_in_a_graph() -> None:
         tokens.copy_(torch.randint(512, (1, 8), device="cuda"))
         graph.replay()
         assert same_bits(captured, model(tokens, use_cache=False).logits)
+
+        # The same weights packed on disk, into a model without memory of its own.
+        original.save_pretrained(tmp_path / "dense")
+        pack(tmp_path / "dense", tmp_path / "packed")
+        with accelerate.init_empty_weights():
+            loaded = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        assert len(load_packed(loaded, tmp_path / "packed", device="cuda")) == 2 * 5 + 1, (
+            "k and v are too small to pack"
+        )
+        assert len(swap(loaded.cuda().eval(), lambda name: True)) == 2 * 2
+        assert same_bits(loaded(tokens, use_cache=False).logits, captured)
