@@ -21,6 +21,8 @@ from specpilot.models import check_architecture, compare_digest, known_target, s
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """Names in a safetensors header -> names in a deployment."""
+LEAST_MINUTES = 3.5
+"""One candidate and the closing session, as `loop.budget` reserves them; with less nothing would be measured in between."""
 LONGEST_HEADER = 1 << 27
 """Bytes; a longer header is no safetensors file."""
 
@@ -28,8 +30,10 @@ LONGEST_HEADER = 1 << 27
 def check(deployment: Deployment) -> None:
     """Raise `UsageError`, `ModelError` or `CostModelError` for the first thing that would stop a run.
 
-    Engine tree, tunables, threads, hardware sheet, prompt files, checkpoints (digest, architecture, type), lengths, drafter.
+    Budget, engine tree, tunables, threads, hardware sheet, prompt files, checkpoints (digest, architecture, type), lengths,
+    drafter.
     """
+    _check_budget(deployment)
     spec = load_engine_spec(deployment.engine_tree())
     spec.tunables_text(deployment.engine.tunables)
     _check_threads(deployment)
@@ -85,6 +89,16 @@ def weights_dtype(folder: Path) -> str | None:
         return None
     most = sizes.most_common(1)[0][0]
     return DTYPES.get(most, most)
+
+
+def _check_budget(deployment: Deployment) -> None:
+    minutes = deployment.budget.wall_clock_minutes
+    if minutes is not None and minutes < LEAST_MINUTES:
+        raise UsageError(
+            f"deployment {deployment.name}: budget.wall_clock_minutes: {minutes:g} is too little: one candidate and the "
+            f"closing session take about {LEAST_MINUTES:g}, and the gate's own test comes before them",
+            f"give at least {LEAST_MINUTES:g}, or null for no limit.",
+        )
 
 
 def _check_threads(deployment: Deployment) -> None:

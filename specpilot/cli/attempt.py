@@ -57,6 +57,7 @@ def submit(
         assessment = submit_attempt(context, attempt_id, claim)
     if assessment is None:
         typer.echo(f"{attempt_id} submitted; the run in progress judges it in its next round")
+        typer.echo("if it has none left, submit again once it has ended: the attempt waits")
         return
     if assessment.accepted:
         typer.echo(f"{attempt_id} accepted: {assessment.detail}")

@@ -29,7 +29,9 @@ def optimize(
     ] = None,
     set_: Overrides = None,
     minutes: Annotated[float | None, typer.Option(help="Wall-clock budget; budget.wall_clock_minutes.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds; budget.rounds.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds; budget.rounds; 0 only prepares a run for `attempt`.")
+    ] = None,
     plain: Plain = False,
 ) -> None:
     """Search for the fastest engine for a deployment; prints where the run and its report are."""

@@ -69,6 +69,8 @@ class Baselines(Record):
     variants: dict[str, VariantFigures]
     ratios: list[RatioFigure]
     prompts: int
+    prompt_sets: list[str]
+    """Where they are from: tuning, hidden."""
     alpha: float
     seconds: float
     machine: dict[str, Any] = Field(default_factory=dict)
@@ -127,6 +129,7 @@ def measure_variants(
         variants={name: _figures(name, server, legs[name]) for name, server in servers},
         ratios=[_ratio(of, over, legs, level) for over in OVER if over in legs for of in legs if of != over],
         prompts=len(batches) * size,
+        prompt_sets=sorted({prompt.id.partition("/")[0] for prompt in prompts}),
         alpha=level,
         seconds=time.monotonic() - began,
         machine={"device": device, "other_engines": strangers, **watch.summary()},

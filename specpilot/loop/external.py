@@ -57,8 +57,13 @@ def open_attempt(context: RunContext, component: str, task: str) -> tuple[str, P
 
 
 def submit_attempt(context: RunContext, attempt_id: str, claim_file: Path) -> Assessment | None:
-    """Commits the worktree, then measures, judges and merges it; None when the run is busy and it has to wait."""
+    """Commits the worktree, then measures, judges and merges it; None when the run is busy and it has to wait.
+
+    One that was left waiting by a run that has ended is judged as it was submitted.
+    """
     row = context.journal.attempt(attempt_id)
+    if row.worker == "external" and row.state is AttemptState.submitted:
+        return _judge_or_wait(context, Candidate.model_validate(row.data["candidate"]))
     if row.worker != "external" or row.state is not AttemptState.working:
         commit = row.data.get("candidate", {}).get("commit")
         hint = f", and `git cherry-pick {commit[:12]}` in its worktree brings this change over" if commit else ""
@@ -85,6 +90,10 @@ def submit_attempt(context: RunContext, attempt_id: str, claim_file: Path) -> As
         }
     data = {"candidate": candidate.model_dump(mode="json"), "remember": remember}
     advance(context, attempt_id, AttemptState.submitted, data=data)
+    return _judge_or_wait(context, candidate)
+
+
+def _judge_or_wait(context: RunContext, candidate: Candidate) -> Assessment | None:
     if RunLock.holder(context.run_dir):
         return None
     with RunLock(context.run_dir):

@@ -1,4 +1,4 @@
-"""Finish: the closing session (four engines, one session), the gap table of the winner, the report."""
+"""Finish: the closing session (four engines, one session, prompts that no worker saw), the gap table of the winner, the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
         ("final-ar", head, "final-ar"),
     ]
     four: dict[str, Any] = context.journal.step(
-        f"final/{short}", lambda: measure_four(context, f"final-{short}", variants, prompts=CLOSING_PROMPTS)
+        f"final/{short}",
+        lambda: measure_four(context, f"final-{short}", variants, prompts=CLOSING_PROMPTS, which="hidden"),
     )
     observe(context, f"final/{short}/gaps", head, roofs_now=True)
     context.journal.set_meta("final_head", head)

@@ -160,13 +160,9 @@ def _self_test(context: RunContext) -> None:
                 cheats,
             )
 
-    fresh = not context.journal.finished("selftest")
     result: SelfTestResult = context.journal.step(
         "selftest", lambda: patiently(context, "selftest", run), model=SelfTestResult
     )
-    if not fresh:
-        for outcome in result.outcomes:
-            _show(context, outcome)
     context.say(
         "selftest-end",
         passed=result.passed,
@@ -192,8 +188,10 @@ def first_baselines(context: RunContext) -> None:
     context.journal.step("baselines", lambda: measure_four(context, "baselines", variants, prompts=3))
 
 
-def measure_four(context: RunContext, key: str, variants: list[tuple[str, str, str]], *, prompts: int) -> dict:
-    """Measures named (name, commit, variant) engines round-robin in one session; returns a JSON-ready dict."""
+def measure_four(
+    context: RunContext, key: str, variants: list[tuple[str, str, str]], *, prompts: int, which: str = "tuning"
+) -> dict:
+    """Measures named (name, commit, variant) engines round-robin in one session on prompts of the set `which`; JSON-ready."""
     with ExitStack() as stack:
         servers = [
             (name, stack.enter_context(context.engine(commit, variant, f"{key}-{name}")))
@@ -207,7 +205,7 @@ def measure_four(context: RunContext, key: str, variants: list[tuple[str, str, s
 
         result = measure_variants(
             servers,
-            context.prompts(key).take("tuning", prompts),
+            context.prompts(key).take(which, prompts),
             settings=context.deployment.measurement,
             regime=context.deployment.regime,
             on_leg=on_leg,

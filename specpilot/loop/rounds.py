@@ -90,7 +90,8 @@ def _assess_all(
         if not context.journal.finished(key) and stop is None:
             stop = context.budget.may_start(EXPECTED_ASSESS_S)
         if stop is not None and not context.journal.finished(key):
-            supersede(context, item.attempt_id, NOT_MEASURED)
+            if item.worker != "external":  # an outsider's goes on waiting: nobody would propose it again
+                supersede(context, item.attempt_id, NOT_MEASURED)
             continue
         context.say("phase", name=f"round {number}", detail=f"measuring {item.attempt_id}: {item.component}")
         assessment = assess(context, key, item.candidate, item.candidate.base_commit)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specpilot.check import check, most_new_tokens, weights_dtype
+from specpilot.check import LEAST_MINUTES, check, most_new_tokens, weights_dtype
 from specpilot.deployment import Deployment, load_deployment
 from specpilot.engine_tree import load_engine_spec
 from specpilot.errors import DigestError, ModelError, UsageError
+from specpilot.loop import budget
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 1024}
@@ -50,6 +51,14 @@ def folder(tmp_path: Path) -> Path:
 
 def load(folder: Path, *overrides: str) -> Deployment:
     return load_deployment(folder / "deployment.yaml", overrides)
+
+
+def test_too_little_time_is_told_before_it_is_spent(folder: Path) -> None:
+    assert (budget.CLOSING_RESERVE_S + budget.EXPECTED_ASSESS_S) / 60 == LEAST_MINUTES
+    with pytest.raises(UsageError, match=r"budget.wall_clock_minutes: 3 is too little.*take about 3\.5"):
+        check(load(folder, "budget.wall_clock_minutes=3"))
+    check(load(folder, "budget.wall_clock_minutes=3.5"))
+    check(load(folder, "budget.wall_clock_minutes=null"))
 
 
 def test_a_sound_deployment_passes(folder: Path) -> None:

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as HttpError
 
 from slim_engine.errors import RequestError, SlimError
 from slim_engine.identity import Identity
@@ -81,6 +82,10 @@ def build_app(service: Service) -> FastAPI:
     async def invalid_body(_: HttpRequest, error: RequestValidationError) -> JSONResponse:
         problems = [f"{'.'.join(str(p) for p in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()]
         return _error(400, "; ".join(problems), "invalid_request_error")
+
+    @app.exception_handler(HttpError)
+    async def no_such_route(http: HttpRequest, error: HttpError) -> JSONResponse:
+        return _error(error.status_code, f"{http.method} {http.url.path}: {error.detail}", "invalid_request_error")
 
     @app.exception_handler(EngineFault)
     async def fault(_: HttpRequest, error: EngineFault) -> JSONResponse:

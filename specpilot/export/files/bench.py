@@ -41,7 +41,7 @@ def main() -> None:
 
 def measure(info: dict, variants: list[str], count: int, tokens: int, quiet: bool) -> dict[str, list[float]]:
     """Variant -> decode tokens per second, one per prompt. The first prompt warms every variant up."""
-    prompts = servers.load_prompts(info, "tuning", count + 1)
+    prompts = servers.load_prompts(info, "hidden", count + 1)
     rates: dict[str, list[float]] = {name: [] for name in variants}
     with servers.started(info, variants) as running:
         for number, ids in enumerate(prompts):

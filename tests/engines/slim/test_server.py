@@ -184,8 +184,10 @@ def test_wrong_json_and_paths(server: str) -> None:
     assert (
         httpx.post(f"{server}/generate", content=b"{", headers={"content-type": "application/json"}).status_code == 400
     )
-    assert httpx.get(f"{server}/nowhere").status_code == 404
-    assert httpx.get(f"{server}/generate").status_code == 405
+    for path, status in (("/nowhere", 404), ("/generate", 405), ("/v1/completions", 405)):
+        answer = httpx.get(f"{server}{path}")
+        assert answer.status_code == status and answer.json()["error"]["code"] == status
+        assert answer.json()["error"]["message"].startswith(f"GET {path}: ")
 
 
 def test_a_client_that_leaves_frees_its_slot(server: str) -> None:

@@ -45,6 +45,7 @@ def test_wall_clock_ends_a_run_with_what_it_has(tmp_path: Path, monkeypatch: pyt
     assert outcome.stop is StopReason.budget_wall_clock
     assert outcome.exit_code == 0
     assert set(outcome.final["variants"]) == {"ar", "stock", "final", "final-ar"}
+    assert outcome.final["prompt_sets"] == ["hidden"], "the figures are for prompts that no worker has seen"
     journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
     assert [row.state for row in journal.attempts()] == [AttemptState.superseded]
     assert stop_reason(tmp_path / "run") == "budget-wall-clock"

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specpilot.contracts import AttemptState
+from specpilot.contracts import AttemptState, StopReason
 from specpilot.journal import Journal
-from specpilot.loop.external import open_attempt
+from specpilot.loop import budget
+from specpilot.loop.external import open_attempt, submit_attempt
 from specpilot.loop.run import open_run, optimize, resume
 from specpilot.loop.summary import report_data
 from specpilot.paths import JOURNAL_NAME
+from specpilot.run_lock import RunLock
 from tests.helpers.fake_server import Behaviour
 from tests.specpilot.loop.setting import fake_setting, text_of
 from tests.specpilot.test_cli import specpilot
@@ -73,6 +75,38 @@ def test_a_rejected_attempt_exits_10_and_an_accepted_one_0(rested: Path, tmp_pat
     before = elapsed(rested)
     assert resume(rested, plain=True).final["variants"], "the closing session of the new head is work, and counts"
     assert elapsed(rested) > before
+
+
+def test_an_attempt_that_the_clock_left_waiting_is_judged_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same run when it is given more, or by submitting it once more at rest."""
+    deployment = fake_setting(tmp_path, STOCK)
+    quiet = deployment.model_copy(update={"budget": deployment.budget.model_copy(update={"rounds": 0})})
+    quiet._folder = deployment.folder
+    run = tmp_path / "run"
+    assert optimize(quiet, run, plain=True, memory=f"sqlite:///{tmp_path / 'memory.sqlite'}").exit_code == 0
+    with open_run(run) as context:
+        opened = [open_attempt(context, "*", "try") for _ in range(2)]
+    claim = tmp_path / "claim.yaml"
+    claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
+    for (attempt, worktree, _), seconds in zip(opened, (0.003, 0.0029), strict=True):
+        (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=seconds)))
+        with RunLock(run), open_run(run) as context:
+            assert submit_attempt(context, attempt, claim) is None, "the run is busy"
+    with monkeypatch.context() as spent:
+        spent.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
+        assert resume(run, plain=True, rounds=1).stop is StopReason.budget_wall_clock
+    journal = Journal.open(run / JOURNAL_NAME)
+    assert [row.state for row in journal.attempts()] == [AttemptState.submitted] * 2
+    journal.close()
+    done = specpilot("attempt", "submit", str(run), "x-1", "--claim", str(claim))
+    assert done.returncode == 0 and "x-1 accepted" in done.stdout
+    assert resume(run, plain=True, rounds=1).exit_code == 0
+    journal = Journal.open(run / JOURNAL_NAME)
+    assert journal.attempt("x-1").state is AttemptState.merged
+    assert journal.attempt("x-2").state is not AttemptState.submitted
+    journal.close()
 
 
 @pytest.mark.parametrize(("program", "warned"), [(None, 1), ("/usr/bin/bwrap", 0)])
