@@ -52,7 +52,8 @@ class Limits:
     """What one command and everything it starts may use."""
 
     memory_bytes: int = 8 << 30
-    """Resident anonymous and shared memory of all its processes together."""
+    """Resident anonymous and shared memory of all its processes together. With bubblewrap its files in `/tmp` and in
+    `/dev/shm` may take half as much more each."""
     output_bytes: int = 64 * MIB
     """Bytes kept of standard output and error together; more ends the command."""
     file_bytes: int = 8 << 30
@@ -106,7 +107,7 @@ def bubblewrap() -> str | None:
     path = shutil.which("bwrap")
     if path is None or os.environ.get("SPECPILOT_BWRAP") == "0":
         return None
-    probe = [path, *_BASE, *_devices(), "--tmpfs", "/tmp", "true"]
+    probe = [path, *_BASE, *_devices(path, MIB), *_memory_folder(path, "/tmp", MIB), "true"]
     try:
         done = subprocess.run(probe, capture_output=True, timeout=10, stdin=subprocess.DEVNULL, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -119,12 +120,30 @@ _BASE = "--die-with-parent --unshare-pid --unshare-ipc --unshare-uts --cap-drop 
 _ACCELERATORS = ("nvidia*", "dri", "kfd", "accel", "infiniband")
 
 
-def _devices() -> list[str]:
-    """A small `/dev` with shared memory of its own, and the accelerators. All of `/dev` would hand root the disks."""
+@cache
+def _sizes(program: str) -> bool:
+    """True if this bubblewrap can bound a folder in memory (0.7 and newer)."""
+    try:
+        told = subprocess.run(
+            [program, "--help"], capture_output=True, timeout=10, stdin=subprocess.DEVNULL, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return b"--size " in told.stdout + told.stderr
+
+
+def _memory_folder(program: str, path: str, size: int) -> list[str]:
+    """An empty folder in memory. Its files belong to no process, so only its own size bounds them."""
+    return [*(["--size", str(size)] if _sizes(program) else []), "--tmpfs", path]
+
+
+def _devices(program: str, shared: int) -> list[str]:
+    """A small `/dev` with shared memory of its own (`shared` bytes), and the accelerators. All of `/dev` would hand root the disks."""
     words = ["--dev", "/dev"]
     for pattern in _ACCELERATORS:
         for path in sorted(Path("/dev").glob(pattern)):
             words += ["--dev-bind", str(path), str(path)]
+    words += [*_memory_folder(program, "/dev/shm", shared), "--remount-ro", "/dev"]
     if os.geteuid() == 0:  # the kernel's settings belong to root, capabilities or not
         words += ["--ro-bind-try", "/proc/sys", "/proc/sys"]
         words += ["--ro-bind", "/dev/null", "/proc/sysrq-trigger"] if os.path.exists("/proc/sysrq-trigger") else []
@@ -132,14 +151,20 @@ def _devices() -> list[str]:
 
 
 def _wrapped(
-    command: Sequence[str], cwd: Path, writable: Iterable[Path], readable: Iterable[Path], hidden: Iterable[Path]
+    command: Sequence[str],
+    cwd: Path,
+    writable: Iterable[Path],
+    readable: Iterable[Path],
+    hidden: Iterable[Path],
+    memory_bytes: int,
 ) -> list[str]:
     """`command` inside bubblewrap when that works, else unchanged."""
     program = bubblewrap()
     if program is None:
         return list(command)
     private = Path(os.path.realpath("/tmp"))
-    words = [program, *_BASE, *_devices(), "--tmpfs", str(private)]
+    half = max(memory_bytes // 2, MIB)
+    words = [program, *_BASE, *_devices(program, half), *_memory_folder(program, str(private), half)]
     named = [Path(word) for word in command if word.startswith("/")] + [cwd, *readable]
     named += [Path(sys.prefix), Path(sys.base_prefix), Path(command[0]).parent.parent]  # a venv of the engine's own
     for path in dict.fromkeys(named):
@@ -150,7 +175,7 @@ def _wrapped(
         words += ["--bind", str(path), str(path)]
     for path in hidden:
         if path.is_dir():
-            words += ["--tmpfs", str(path)]
+            words += _memory_folder(program, str(path), MIB)
         elif path.exists():
             words += ["--ro-bind", "/dev/null", str(path)]
     return [*words, "--chdir", str(cwd), "--", *command]
@@ -287,7 +312,7 @@ def spawn(
     deadline = None if limits.deadline_s is None else time.monotonic() + limits.deadline_s
     with disk_full_named(log_path):
         log_path.parent.mkdir(parents=True, exist_ok=True)
-    wrapped = _wrapped(command, cwd, writable, readable, hidden)
+    wrapped = _wrapped(command, cwd, writable, readable, hidden, limits.memory_bytes)
     confined = wrapped != list(command)
     control_read, control_write = os.pipe()
     status_read, status_write = os.pipe()

@@ -286,6 +286,8 @@ class Guard:
 def main() -> None:
     """Entry: the specification is one JSON line on standard input."""
     spec = json.loads(sys.stdin.buffer.readline())
+    for ours in (spec["control"], spec["status"]):
+        os.set_inheritable(ours, False)  # the command could read our orders there, and write our last words
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     prctl(PR_SET_CHILD_SUBREAPER, 1)

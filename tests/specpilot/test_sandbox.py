@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -337,6 +338,23 @@ def test_no_file_descriptors_leak(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_the_command_gets_none_of_the_guards_pipes(tmp_path: Path) -> None:
+    """Garbage on the status pipe ended the whole run; orders on the control pipe could be taken away."""
+    code = """
+        import os
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b'garbage')
+                print("wrote to", descriptor, flush=True)
+            except OSError:
+                pass
+        print("open:", [name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")])
+    """
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20)
+    assert (done.returncode, done.killed_for) == (0, None)
+    assert done.tail.strip() == "open: ['0', '1', '2']"
+
+
 # -- inside bubblewrap -------------------------------------------------------------------------------------------
 
 
@@ -396,6 +414,31 @@ def test_bubblewrap_holds_against_root(confined: None, tmp_path: Path) -> None:
     done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20)
     assert done.tail.splitlines() == ["-1", "refused", "refused", "[] []"], done.tail
     assert not Path("/dev/shm/left-behind").exists()
+
+
+def test_bubblewrap_bounds_files_in_memory(confined: None, tmp_path: Path) -> None:
+    """Files in memory count for no process, so they would pass the memory limit until the machine runs out."""
+    if not sandbox._sizes(str(sandbox.bubblewrap())):
+        pytest.skip("this bubblewrap cannot bound them")
+    code = """
+        for folder in ("/tmp", "/dev/shm", "/dev"):
+            written = 0
+            try:
+                with open(folder + "/hoard", "wb", buffering=0) as file:
+                    while written < 64:
+                        file.write(bytes(1 << 20))
+                        written += 1
+            except OSError as error:
+                print(folder, written, error.errno, flush=True)
+        open("/dev/null", "w").write("writable")
+    """
+    limits = Limits(memory_bytes=48 * MIB)
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20, limits=limits)
+    assert done.returncode == 0, done.tail
+    told = {words[0]: words[1:] for words in map(str.split, done.tail.splitlines())}
+    assert int(told["/tmp"][0]) <= 24 and told["/tmp"][1] == str(errno.ENOSPC)
+    assert int(told["/dev/shm"][0]) <= 24 and told["/dev/shm"][1] == str(errno.ENOSPC)
+    assert told["/dev"] == ["0", str(errno.EROFS)]
 
 
 def test_bubblewrap_passes_exit_status_signals_and_loopback(confined: None, tmp_path: Path) -> None:
