@@ -18,6 +18,7 @@ from pydantic import Field
 from specpilot.contracts import Leg, Record
 from specpilot.deployment import MeasurementSettings, Regime
 from specpilot.evaluation import legs as figures
+from specpilot.evaluation.callers import require_uncalled
 from specpilot.evaluation.lease import CpuWatch, DeviceLease, other_engines
 from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
@@ -118,6 +119,8 @@ def measure_variants(
                 turn = number % len(servers)
                 for name, server in [*servers[turn:], *servers[:turn]]:
                     leg = _leg(server, name, batch, regime, tokens, watch)
+                    for _, idle in servers:
+                        require_uncalled(idle)  # all are stopped
                     legs[name].append(leg)
                     if on_leg is not None:
                         on_leg(name, number, figures.decode_rate(leg))

@@ -34,6 +34,10 @@ MAX_ANSWER_BYTES = 64 << 20
 """No answer of the protocol is near this size; more is an attempt to fill our memory."""
 
 
+MAX_INFO_BYTES = 1 << 20
+"""The same for what an engine says of itself, which is asked around every leg and kept."""
+
+
 class Position(Record):
     """The reference's view of one forced token. Log-probabilities are natural logarithms."""
 
@@ -62,6 +66,8 @@ class EngineClient:
         self.base_url = base_url
         self.request_timeout_s = request_timeout_s
         self._on_failure = on_failure
+        self.called_from: set[int] = set()
+        """Every local port that a request of ours was sent from."""
         self._http = httpx.Client(
             base_url=base_url,
             trust_env=False,
@@ -164,7 +170,7 @@ class EngineClient:
 
     def server_info(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """What the engine says of itself: commit, variant, digests, counters."""
-        return self._json("GET", "/server_info", None, timeout_s)
+        return self._json("GET", "/server_info", None, timeout_s, MAX_INFO_BYTES)
 
     def counters(self) -> dict[str, float]:
         """The engine's counters, flat and numeric."""
@@ -177,7 +183,7 @@ class EngineClient:
     def healthy(self, timeout_s: float = 2.0, path: str = "/health") -> bool:
         """True when the readiness path answers 200 in time. Never raises."""
         try:
-            with _Cutter(timeout_s) as cutter:
+            with _Cutter(timeout_s, self.called_from) as cutter:
                 return self._http.get(path, timeout=timeout_s, extensions=cutter.extensions).status_code == 200
         except httpx.HTTPError:
             return False
@@ -200,7 +206,7 @@ class EngineClient:
         """An open response, its time limit in seconds and when that is over; transport errors become ours."""
         limit = self.request_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
-        cutter = _Cutter(limit)
+        cutter = _Cutter(limit, self.called_from)
         try:
             with (
                 cutter,
@@ -222,15 +228,21 @@ class EngineClient:
                 self._refused(path, response.status_code, _head(response, deadline))
             yield _until(response.iter_raw(), deadline, f"{path} after {limit:.0f} s")
 
-    def _bytes(self, method: str, path: str, body: Any, timeout_s: float | None) -> bytes:
+    def _bytes(
+        self, method: str, path: str, body: Any, timeout_s: float | None, limit: int = MAX_ANSWER_BYTES
+    ) -> bytes:
         with self._exchange(method, path, body, timeout_s) as (response, _, deadline):
-            content = _head(response, deadline, MAX_ANSWER_BYTES)
+            content = _head(response, deadline, limit)
+            if len(content) > limit:
+                raise EngineProtocol(f"{path}: answer larger than {limit} bytes", "the engine misbehaves; see its log")
             if response.status_code != 200:
                 self._refused(path, response.status_code, content)
             return content
 
-    def _json(self, method: str, path: str, body: Any, timeout_s: float | None) -> dict[str, Any]:
-        return parse_object(self._bytes(method, path, body, timeout_s), f"{path}: answer")
+    def _json(
+        self, method: str, path: str, body: Any, timeout_s: float | None, limit: int = MAX_ANSWER_BYTES
+    ) -> dict[str, Any]:
+        return parse_object(self._bytes(method, path, body, timeout_s, limit), f"{path}: answer")
 
     def _refused(self, path: str, status: int, content: bytes) -> NoReturn:
         words = f"{path}: HTTP {status}: {content[:500].decode(errors='replace')}"
@@ -249,8 +261,10 @@ class _Cutter:
     The HTTP library's own limits hold for one read each: an engine that sends its headers line by line would never pass one.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, called_from: set[int]) -> None:
+        """`called_from` learns the local port of the connection."""
         self.cut = False
+        self._called_from = called_from
         self.extensions = {"trace": self._seen}
         self._sockets: list[socket.socket] = []
         self._timer = threading.Timer(limit_s + 0.5, self._shut)
@@ -265,7 +279,9 @@ class _Cutter:
 
     def _seen(self, name: str, info: dict[str, Any]) -> None:
         if name == "connection.connect_tcp.complete":
-            self._sockets.append(info["return_value"].get_extra_info("socket"))
+            connection = info["return_value"].get_extra_info("socket")
+            self._called_from.add(connection.getsockname()[1])
+            self._sockets.append(connection)
             if self.cut:
                 self._shut()
 
@@ -286,12 +302,10 @@ def _until(chunks: Iterator[bytes], deadline: float, what: str) -> Iterator[byte
 
 
 def _head(response: httpx.Response, deadline: float, limit: int = 4096) -> bytes:
-    """The body, up to `limit` bytes."""
+    """The body, cut off soon after `limit` bytes."""
     content = bytearray()
     for chunk in _until(response.iter_raw(), deadline, "answer"):
         content += chunk
         if len(content) > limit:
-            if limit == MAX_ANSWER_BYTES:
-                raise EngineProtocol(f"answer larger than {limit} bytes", "the engine misbehaves; see its log")
             break
     return bytes(content)

@@ -20,6 +20,7 @@ from specpilot.contracts import Comparison, Leg, Record
 from specpilot.deployment import MeasurementSettings, Regime
 from specpilot.errors import UsageError
 from specpilot.evaluation import legs as figures
+from specpilot.evaluation.callers import require_uncalled
 from specpilot.evaluation.errors import LimitExceeded, blame_candidate
 from specpilot.evaluation.lease import CpuWatch, DeviceLease, other_engines
 from specpilot.evaluation.prompts import Prompt
@@ -30,7 +31,8 @@ WARM_UP_TOKENS = 24
 
 WAKE_UP_TOKENS = 4
 """Tokens asked for, and prompt tokens sent times four, right before each timed leg: a process that has just been
-continued is slower for a moment, and in ABBA order that would hit the second leg of every pair only."""
+continued is slower for a moment, and in ABBA order that would hit the second leg of every pair only. They are of a prompt
+that is over: the opening of the next one names it to an engine that knows the tuning texts, and this time is not measured."""
 SIDES = ("base", "candidate")
 
 SEEN_END_TO_END = 0.5
@@ -75,6 +77,8 @@ class _Session:
     end_to_end: list[float] = field(default_factory=list)
     repeats_left: int = 0
     repeated: int = 0
+    spent: Prompt | None = None
+    """A prompt that is over."""
 
     def blamed(self, side: str) -> AbstractContextManager[None]:
         """Errors inside the block count against `side`."""
@@ -94,10 +98,12 @@ class _Session:
                     temperature=self.regime.temperature,
                     side=side,
                 )
+            self.spent = batch[0]
 
     def pair(self, batch: list[Prompt], order: tuple[str, str]) -> bool:
         """Both sides answer the batch; appends to the samples. False, and nothing kept, if others disturbed it."""
         made = {side: self._leg(side, batch) for side in order}
+        self.spent = batch[0]
         if self.repeats_left > 0 and max(use.foreign_share for use in self.watch.uses[-2:]) > DISTURBED_SHARE:
             self.repeats_left -= 1
             self.repeated += 1
@@ -113,7 +119,8 @@ class _Session:
     def _leg(self, side: str, batch: list[Prompt]) -> Leg:
         server, (other, idle) = self.servers[side], self._resting(side)
         with self._untouched(other, idle), self.blamed(side), server.active():
-            wake_up(server, batch[0])
+            assert self.spent is not None, "warm_up comes first"
+            wake_up(server, self.spent)
             self.watch.start(server.cpu_seconds())
             leg = figures.run_leg(
                 server,
@@ -144,6 +151,8 @@ class _Session:
                 raise LimitExceeded(f"the {idle} worked while it was stopped", "something continued its processes")
         with self.blamed("candidate"):
             require_unchanged(idle, scheduled)
+            if side == "base":
+                require_uncalled(idle)
 
 
 def require_unchanged(server: EngineServer, scheduled: Scheduling) -> None:
@@ -216,6 +225,7 @@ def compare(
                     server.freeze()
             with session.blamed("candidate"):
                 require_unchanged(base, base.scheduled)
+                require_uncalled(base)
             strangers = other_engines([])
             session.warm_up(prompts)
             decode = _measure(session, prompts, settings, alpha, on_pair, began, max_seconds)

@@ -181,6 +181,11 @@ class EngineServer:
             if self._child is not None and self._child.poll() is None:
                 self.freeze()
 
+    @property
+    def called_from(self) -> set[int]:
+        """Local ports that our own requests to this engine came from, also while it is frozen."""
+        return self._client.called_from if self._client is not None else set()
+
     def stated_counters(self) -> dict[str, float]:
         """The engine's counters, after checking that it still is the engine that was started. Raises WrongIdentity."""
         info = self.client.server_info()
@@ -188,14 +193,17 @@ class EngineServer:
         return flat_counters(info)
 
     def cpu_seconds(self) -> float:
-        """User and system CPU seconds of all living processes of this engine."""
+        """User and system CPU seconds of all processes of this engine: those that live, and those that a living one has collected.
+
+        Without the latter, an engine could spend time in short-lived children and have it taken for a stranger's.
+        """
         total = 0.0
         for process in self.child.processes():
             try:
                 times = process.cpu_times()
             except psutil.Error:
                 continue
-            total += times.user + times.system
+            total += times.user + times.system + times.children_user + times.children_system
         return total
 
     def scheduling(self) -> Scheduling:
@@ -321,7 +329,9 @@ def check_identity(info: dict[str, Any], commit: str, variant: str, models: Reso
     if models.drafter_sha256 is not None and (variant in SPECULATIVE or drafter.get("sha256") is not None):
         weights.append(("drafter sha256", drafter.get("sha256"), models.drafter_sha256))
     for kind, wanted in ((WrongIdentity, code), (WrongWeights, weights)):
-        wrong = [f"{what} is {found!r}, expected {right!r}" for what, found, right in wanted if found != right]
+        wrong = [
+            f"{what} is {repr(found)[:100]}, expected {right!r}" for what, found, right in wanted if found != right
+        ]
         if wrong:
             raise kind("the engine is not the one asked for: " + "; ".join(wrong), "was a slot or a path swapped?")
 

@@ -19,6 +19,9 @@ _HINT = "the engine breaks the protocol; see docs/architecture.md"
 MOST = 2**31 - 1
 """Largest token id and largest count that is believed: more overflows somewhere behind us, in floats or in the reference."""
 
+COUNTERS, NAME_LENGTH = 512, 100
+"""Most counters that an engine may state, and the longest name of one: they are kept for every leg."""
+
 LARGEST = 2.0**63
 """Largest believed counter (bytes, nanoseconds)."""
 
@@ -104,14 +107,23 @@ def finish_reason(meta: dict[str, Any]) -> str:
     value = meta.get("finish_reason")
     if isinstance(value, dict):
         value = value.get("type")
-    return value if isinstance(value, str) else ""
+    return value[:40] if isinstance(value, str) else ""
 
 
 def flat_counters(info: dict[str, Any]) -> dict[str, float]:
-    """Finite numeric counters of `/server_info`; anything else under `counters` is ignored."""
+    """Finite numeric counters of `/server_info`; anything else under `counters` is ignored.
+
+    Raises EngineProtocol for more than `COUNTERS` of them or a name longer than `NAME_LENGTH`.
+    """
     counters = info.get("counters")
     if not isinstance(counters, dict):
         return {}
+    if len(counters) > COUNTERS or max(map(len, counters), default=0) > NAME_LENGTH:
+        raise EngineProtocol(
+            f"{len(counters)} counters, the longest name has {max(map(len, counters))} characters; "
+            f"at most {COUNTERS} of {NAME_LENGTH} are read",
+            _HINT,
+        )
     return {
         str(name): float(value)
         for name, value in counters.items()

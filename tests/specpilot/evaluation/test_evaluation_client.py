@@ -11,8 +11,17 @@ import pytest
 
 from specpilot.evaluation.client import EngineClient
 from specpilot.evaluation.errors import EngineCrash, EngineProtocol, EngineTimeout
-from specpilot.evaluation.wire import SseReader, count, flat_counters, meta_info, parse_object, positions_of, token_ids
-from tests.helpers.fake_server import EOS, predict
+from specpilot.evaluation.wire import (
+    SseReader,
+    count,
+    finish_reason,
+    flat_counters,
+    meta_info,
+    parse_object,
+    positions_of,
+    token_ids,
+)
+from tests.helpers.fake_server import EOS, Behaviour, build, predict
 
 PROMPT = list(range(40, 60))
 
@@ -138,6 +147,18 @@ def test_endless_headers_meet_the_deadline(line: bytes) -> None:
         client.close()
 
 
+def test_what_an_engine_says_of_itself_is_bounded() -> None:
+    """It is kept for every leg: two million counters would fill our memory."""
+    server = build(Behaviour(), 0, info={"pad": "x" * (1 << 20)})
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    client = EngineClient(f"http://127.0.0.1:{server.server_address[1]}", 5.0)
+    with pytest.raises(EngineProtocol, match="/server_info: answer larger than 1048576 bytes"):
+        client.server_info()
+    client.close()
+    server.shutdown()
+    server.server_close()
+
+
 def test_nobody_there() -> None:
     client = EngineClient("http://127.0.0.1:9", 1.0)
     assert not client.healthy(0.5)
@@ -254,3 +275,12 @@ def test_counters_ignore_what_is_no_number() -> None:
     assert flat_counters({"counters": {"a": 1, "b": "x", "c": True, "d": 2.5}}) == {"a": 1.0, "d": 2.5}
     assert flat_counters({}) == {}
     assert flat_counters({"counters": {"a": float("nan"), "b": float("inf"), "c": 10**400, "d": 1}}) == {"d": 1.0}
+
+
+def test_counters_and_words_are_bounded() -> None:
+    assert len(flat_counters({"counters": {str(k): k for k in range(512)}})) == 512
+    assert flat_counters({"counters": {"n" * 100: 1}}) == {"n" * 100: 1.0}
+    for many in ({str(k): 0 for k in range(513)}, {"n" * 101: 0}):
+        with pytest.raises(EngineProtocol, match="counters, the longest name has"):
+            flat_counters({"counters": many})
+    assert finish_reason({"finish_reason": {"type": "length" * 1000}}) == ("length" * 1000)[:40]

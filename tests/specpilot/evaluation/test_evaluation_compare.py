@@ -135,7 +135,7 @@ def test_a_base_that_serves_a_strangers_request_is_caught(engine, stream) -> Non
     stranger = EngineClient(base.client.base_url, 20.0)
     long = threading.Thread(target=lambda: suppress_all(stranger), daemon=True)
     long.start()
-    with pytest.raises(CandidateFailed, match="kept busy by somebody else") as caught:
+    with pytest.raises(CandidateFailed, match="kept busy by somebody else|connections of a stranger") as caught:
         compare(base, candidate, stream, FEW, 0.02, regime=Regime(concurrency=1, output_tokens=91))
     assert caught.value.reason is Reason.resource_limit
 
@@ -144,6 +144,27 @@ def suppress_all(client: EngineClient) -> None:
     """A long answer that its reader never gets to the end of."""
     with contextlib.suppress(EngineError):
         client.generate([7, 8, 9], max_new_tokens=1500)
+
+
+def test_no_wake_up_shows_the_opening_of_a_prompt_to_come(engine, stream) -> None:
+    """It is not timed: an engine that knows the tuning texts would decode the whole answer in it."""
+    base, candidate = engine(commit="aa"), engine(commit="bb")
+    asked: list[tuple[int, ...]] = []
+    generate = candidate.client.generate
+
+    def listen(ids: list[int], **options):
+        asked.append(tuple(ids))
+        return generate(ids, **options)
+
+    candidate.client.generate = listen
+    # Without the chat template, which all prompts share: the code comes first.
+    coded = (prompt.model_copy(update={"ids": prompt.ids[prompt.text.index("user\n") + 5 :]}) for prompt in stream)
+    compare(base, candidate, coded, FEW, 0.02, regime=REGIME)
+    assert len(asked) == 1 + 2 * 4  # warm-up, then a wake-up and a timed request in each pair
+    for place, (wake, timed) in enumerate(zip(asked[1::2], asked[2::2], strict=True)):
+        assert len(wake) <= 16 and not any(later[: len(wake)] == wake for later in asked[2 * place + 2 :])
+        assert any(earlier[: len(wake)] == wake for earlier in asked[: 2 * place + 1]), "of a prompt that is over"
+        assert len(timed) > 16
 
 
 def test_stray_work_by_hand() -> None:

@@ -136,6 +136,28 @@ def test_frozen_uses_no_cpu_and_gives_no_answer(engine) -> None:
     assert server.frozen and server.cpu_seconds() > before
 
 
+def test_cpu_time_of_children_that_have_ended_counts(make_engine) -> None:
+    """Else a candidate could burn time in them, have it taken for a stranger's, and so have its bad pairs measured again."""
+    server = make_engine()
+    code = (server.tree / "fake_server.py").read_text()
+    burner = (
+        'if __name__ == "__main__":\n'
+        "    import subprocess\n"
+        '    burn = "import time; end = time.process_time() + 0.5\\nwhile time.process_time() < end: pass"\n'
+        "    subprocess.run([sys.executable, '-S', '-c', burn], check=True)\n"
+    )
+    (server.tree / "fake_server.py").write_text(code.replace('if __name__ == "__main__":\n', burner))
+    with server:
+        assert server.cpu_seconds() >= 0.5
+
+
+def test_a_long_lie_about_identity_is_cut(resolved) -> None:
+    info = {"commit": "x" * 100_000, "variant": "ar", "target": {"sha256": resolved.target_sha256}}
+    with pytest.raises(WrongIdentity) as caught:
+        check_identity(info, "aa", "ar", resolved)
+    assert len(caught.value.message) < 400
+
+
 def test_a_frozen_engine_can_be_stopped(make_engine) -> None:
     server = make_engine()
     server.start()
