@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specpilot.kernels.w12 import gemm
 from specpilot.kernels.w12.autotune import choose
-from specpilot.kernels.w12.errors import MachineProblem
+from specpilot.kernels.w12.errors import BadRequest, MachineProblem
 from specpilot.kernels.w12.format import Planes, encode
 from specpilot.kernels.w12.layout import COLUMNS, Tiles, tile_w12, untile
 
@@ -276,10 +276,14 @@ def swap(model: nn.Module, wanted: Callable[[str], bool], *, dependent: bool = F
     """Replace every bias-free or biased bfloat16 nn.Linear whose dotted name is `wanted`; the names replaced.
 
     Left alone: layers whose second dimension is not a multiple of 64, subclasses of nn.Linear (they do more, or their
-    owners read their weight) and `model` itself. A layer with several names stays one. Frees each BF16 weight as it
-    goes, unless something else holds it, as an embedding does the weight of a tied head.
+    owners read their weight), layers with hooks (which would be lost; some, as weight_norm's, make the weight) and `model`
+    itself. A layer with several names stays one. Frees each BF16 weight as it goes, unless something else holds it, as an
+    embedding does the weight of a tied head. Raises BadRequest, and changes nothing, for a weight on the meta device.
     """
     layers = [names for names in swappable(model) if wanted(names[0])]
+    for names in layers:
+        if model.get_submodule(names[0]).weight.is_meta:
+            raise BadRequest(f"{names[0]} lies on the meta device: it has no weight yet", "fill the model first.")
     for names in layers:
         put(model, names, W12Linear.from_dense(model.get_submodule(names[0]), dependent=dependent))  # type: ignore[arg-type]
     return [name for names in layers for name in names]
@@ -304,6 +308,8 @@ def put(model: nn.Module, names: list[str], value: nn.Module | Tensor) -> None:
 def _swappable(module: nn.Module) -> bool:
     return (
         type(module) is nn.Linear
+        and isinstance(module.weight, nn.Parameter)
+        and not (module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))  # no other way to ask
         and module.weight.dtype == torch.bfloat16
         and module.out_features > 0
         and module.in_features >= COLUMNS
