@@ -1,28 +1,33 @@
 """A model filled from a packed checkpoint: its matrices stay in 12 bits, and never take the 16 that they were made from.
 
+    config = AutoConfig.from_pretrained("my-model-w12")
     with accelerate.init_empty_weights():  # parameters without memory
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    load_packed(model, Path("my-model-w12"), device="cuda")
-    model.to("cuda")  # the buffers that no checkpoint holds
+    load_packed(model, "my-model-w12", device="cuda")
+    model.to("cuda").eval()  # the buffers that no checkpoint holds; `from_config` leaves a model in training
 
-A model that has memory already is filled as well.
+A model that has memory already is filled as well. Names are taken as they are stored: where a library renames or stacks
+tensors while it loads (the experts of a transformers mixture), the model's own names are not found, and that is said.
 """
 
 from __future__ import annotations
 
+import hashlib
+import stat
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specpilot.kernels.w12.container.checkpoint import read_manifest
+from specpilot.kernels.w12.container.checkpoint import MANIFEST, read_manifest
 from specpilot.kernels.w12.container.packed_file import PackedFile
-from specpilot.kernels.w12.errors import BadCheckpoint
+from specpilot.kernels.w12.errors import BadCheckpoint, BadRequest
 from specpilot.kernels.w12.format import Planes, decode
-from specpilot.kernels.w12.linear import W12Linear, put, swappable
+from specpilot.kernels.w12.linear import W12Linear, W12Weight, put, swappable
 
 _TYPES = {
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "BOOL": torch.bool},
@@ -31,41 +36,95 @@ _TYPES = {
 
 
 def load_packed(
-    model: nn.Module, folder: Path, *, device: torch.device | str = "cpu", dependent: bool = False
+    model: nn.Module, folder: Path | str, *, device: torch.device | str = "cpu", dependent: bool = False
 ) -> list[str]:
     """Fill `model` from what `specpilot pack` wrote; the names of the layers that are in 12 bits now.
 
     A packed matrix becomes a `W12Linear` where the model has a bfloat16 nn.Linear for it, else it is decoded (an embedding, a
-    subclass). What the model shares (a tied head) stays shared. `dependent`: as for `W12Linear`. Every tensor is compared
-    with its checksum; one that the model does not know is left out with a warning. Raises BadCheckpoint for a damaged folder,
-    and for one that lacks a weight of the model or has it in another shape; the model is then filled in part.
+    subclass, a layer with hooks). What the model shares (a tied head) stays shared, in 16 bits. `dependent`: as for
+    `W12Linear`. Every tensor is compared with its checksum. Warns of tensors that the model does not know, of values that
+    were rounded to the model's type, of a model in which no layer came into 12 bits, and of a changed config.json.
+    Raises BadCheckpoint for a damaged folder, and for one that lacks a weight of the model, has it in another shape, or holds
+    two for what the model has once; after damage in a tensor the model is filled in part. Raises BadRequest for a model that
+    has layers in 12 bits already.
     """
-    device = torch.device(device)
+    device, folder = torch.device(device), Path(folder)
+    if any(isinstance(module, W12Weight) for module in model.modules()):
+        raise BadRequest("the model has layers in 12 bits already", "build it anew, and load or swap once.")
     if hasattr(model, "tie_weights"):  # of transformers: an empty model may have lost it
         model.tie_weights()  # type: ignore[operator]
     with ExitStack() as stack:
-        files = [stack.enter_context(PackedFile(folder / row["packed"])) for row in read_manifest(folder)["files"]]
-        held = {name: file for file in files for name in file.stored}
+        held: dict[str, PackedFile] = {}
+        for row in _manifest(folder)["files"]:
+            file = stack.enter_context(_open(folder, row))
+            for name, kept in file.stored.items():
+                if held.setdefault(name, file).stored[name].sha256 != kept.sha256:
+                    raise BadCheckpoint(
+                        f"{folder}: {held[name].path.name} and {file.path.name} hold different tensors {name}",
+                        "leave one of them out of the checkpoint, and pack again.",
+                    )
         names_of = _names(model, folder, held)
         layers = {f"{names[0]}.weight": names for names in swappable(model)}
         found: list[str] = []
+        rounded: list[str] = []
         for name, names in names_of.items():
             layer = next((layers[own] for own in names if own in layers), None)
             if layer is None or not held[name].stored[name].packed or len(layer) < len(names):
-                _fill(model, names, _dense(held[name], name).to(device))
+                if not _fill(model, names, _dense(held[name], name).to(device)):
+                    rounded.append(name)
                 continue
             bias = getattr(model.get_submodule(layer[0]), "bias", None)
             packed = W12Linear.from_planes(_moved(held[name].planes(name), device), dependent=dependent)
             packed.register_buffer("bias", None if bias is None else bias.detach())
             put(model, layer, packed)
             found += layer
-    empty = [name for name, tensor in model.named_buffers() if tensor.is_meta]
-    if empty:
-        raise BadCheckpoint(
-            f"no checkpoint holds {empty[0]}, which lies on the meta device",
-            "make such buffers elsewhere: only parameters may lie there.",
+        if not found and any(held[name].stored[name].packed for name in names_of):
+            warnings.warn(
+                f"{folder}: no layer is in 12 bits, since no packed matrix belongs to a bfloat16 nn.Linear of the model",
+                stacklevel=2,
+            )
+    if rounded:
+        warnings.warn(
+            f"{folder}: {rounded[0]}, and {len(rounded)} in all, do not fit the model's type and were rounded",
+            stacklevel=2,
         )
     return found
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """Warns of a config.json that is not the packed one: the model was built from it, presumably."""
+    _regular(folder / MANIFEST)
+    manifest = read_manifest(folder)
+    for row in manifest["copied"]:
+        path = folder / row["name"]
+        if row["name"] == "config.json" and path.is_file():
+            if hashlib.sha256(path.read_bytes()).hexdigest() != row["sha256"]:
+                warnings.warn(f"{path} is not the one that was packed", stacklevel=3)
+    return manifest
+
+
+def _open(folder: Path, row: dict[str, Any]) -> PackedFile:
+    """A file that the manifest lists, of the size that it gives: a file of another checkpoint has valid sums as well."""
+    if "packed" not in row:
+        raise BadCheckpoint(f"{folder / MANIFEST} is malformed: {row['name']} has no packed file", "pack it again.")
+    _regular(folder / row["packed"])
+    file = PackedFile(folder / row["packed"])
+    if file.size != row.get("packed_bytes", file.size):
+        with file:
+            raise BadCheckpoint(f"{file.path} is not the file that {MANIFEST} lists", "copy the folder again.")
+    return file
+
+
+def _regular(path: Path) -> None:
+    """Opening a pipe would wait for its writer, forever."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # whoever opens it says so
+        return
+    except ValueError as error:  # a name that no file system takes
+        raise BadCheckpoint(f"{str(path)!a} cannot be a file", "pack the original checkpoint again.") from error
+    if not stat.S_ISREG(mode):
+        raise BadCheckpoint(f"{path} is no regular file", "copy the folder again.")
 
 
 def _names(model: nn.Module, folder: Path, held: dict[str, PackedFile]) -> dict[str, list[str]]:
@@ -77,6 +136,18 @@ def _names(model: nn.Module, folder: Path, held: dict[str, PackedFile]) -> dict[
     for names in shared.values():
         if not any(name in held for name in names):
             raise BadCheckpoint(f"{folder} has no {names[0]}, which the model needs", _HINT)
+        sums = {name: str(held[name].stored[name].sha256) for name in names if name in held}
+        if len(set(sums.values())) > 1:
+            raise BadCheckpoint(
+                f"{folder}: the model shares one tensor as {' and '.join(sums)}, which are different there",
+                "build it so that it does not (tie_word_embeddings=False in its config), or make them equal.",
+            )
+    empty = [name for name, tensor in model.named_buffers() if tensor.is_meta and name not in known]
+    if empty:
+        raise BadCheckpoint(
+            f"no checkpoint holds {empty[0]}, which lies on the meta device",
+            "make such buffers elsewhere: only parameters may lie there (accelerate.init_empty_weights).",
+        )
     strange = sorted(held.keys() - known.keys())
     if strange:
         warnings.warn(f"{folder}: the model has no {strange[0]}, and {len(strange)} in all are left out", stacklevel=3)
@@ -88,7 +159,7 @@ def _names(model: nn.Module, folder: Path, held: dict[str, PackedFile]) -> dict[
     return {name: shared[id(known[name])] for name in sorted(found, key=lambda name: name.endswith(".weight"))}
 
 
-_HINT = "build the model from the config.json in that folder."
+_HINT = "build the model from the config.json in that folder, with the names that its tensors have there."
 
 
 def _dense(file: PackedFile, name: str) -> Tensor:
@@ -102,12 +173,15 @@ def _dense(file: PackedFile, name: str) -> Tensor:
     return values.view(kept.shape)
 
 
-def _fill(model: nn.Module, names: list[str], value: Tensor) -> None:
-    """In the place of the parameter or buffer of those names, as one."""
+def _fill(model: nn.Module, names: list[str], value: Tensor) -> bool:
+    """In the place of the parameter or buffer of those names, as one; whether its type holds the values."""
     parent, _, last = names[0].rpartition(".")
     old = getattr(model.get_submodule(parent), last)
     new = value.to(old.dtype)
     put(model, names, nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new)
+    if old.dtype == value.dtype or (old.dtype, value.dtype) == (torch.float32, torch.bfloat16):
+        return True
+    return bool(((new.to(value.dtype) == value) | (value != value)).all())
 
 
 def _moved(planes: Planes, device: torch.device) -> Planes:
