@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -75,6 +75,18 @@ class Baselines(Record):
     alpha: float
     seconds: float
     machine: dict[str, Any] = Field(default_factory=dict)
+    withheld: dict[str, str] = Field(default_factory=dict)
+    """Variants that were measured and whose figures are worth nothing, with the reason."""
+
+    def without(self, faults: Mapping[str, str]) -> Baselines:
+        """The same without the figures of the variants named, nor any ratio that they are part of."""
+        return self.model_copy(
+            update={
+                "variants": {name: found for name, found in self.variants.items() if name not in faults},
+                "ratios": [found for found in self.ratios if not {found.of, found.over} & faults.keys()],
+                "withheld": {**self.withheld, **faults},
+            }
+        )
 
     def ratio(self, of: str, over: str) -> RatioFigure:
         """The ratio of two variants. Raises KeyError when it was not measured."""
@@ -93,11 +105,13 @@ def measure_variants(
     alpha: float | None = None,
     device: str = "cpu",
     on_leg: Callable[[str, int, float], None] | None = None,
+    keep: dict[str, list[Leg]] | None = None,
 ) -> Baselines:
     """Every started server answers every prompt; needs at least two batches of `regime.concurrency` prompts.
 
     `alpha` (of each interval; default `settings.alpha`): these are figures, not a search, so no share of the run's
-    error rate is spent. `on_leg(name, batch, tokens per second)` reports progress. Servers are usable afterwards.
+    error rate is spent. `on_leg(name, batch, tokens per second)` reports progress; `keep` receives every timed leg by name, for
+    whoever judges the answers. Servers are usable afterwards.
     Raises EngineError.
     """
     size = regime.concurrency
@@ -107,7 +121,8 @@ def measure_variants(
     began = time.monotonic()
     tokens = settings.output_tokens_timed or regime.output_tokens
     watch = CpuWatch()
-    legs: dict[str, list[Leg]] = {name: [] for name, _ in servers}
+    legs: dict[str, list[Leg]] = {} if keep is None else keep
+    legs.update({name: [] for name, _ in servers})
     with DeviceLease(device, "measuring baselines"):
         try:
             for _, server in servers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specpilot.contracts import Leg
 from specpilot.deployment import Deployment, MeasurementSettings, Regime
 from specpilot.evaluation.baselines import Baselines, measure_variants
 from specpilot.evaluation.errors import ShortAnswer
@@ -25,12 +26,14 @@ def test_four_figures(engine, prompts) -> None:
         ("final-ar", engine(commit="bb", variant="final-ar", round_s=0.010)),
     ]
     heard: list[tuple[str, int]] = []
+    kept: dict[str, list[Leg]] = {}
     found = measure_variants(
         servers,
         prompts,
         settings=MeasurementSettings(),
         regime=REGIME,
         on_leg=lambda name, k, rate: heard.append((name, k)),
+        keep=kept,
     )
     assert set(found.variants) == {"ar", "stock", "final", "final-ar"} and found.prompts == 5
     # every prompt: all four, each time another one first
@@ -50,6 +53,14 @@ def test_four_figures(engine, prompts) -> None:
     with pytest.raises(KeyError):
         found.ratio("ar", "final")
     assert all(not server.frozen for _, server in servers)
+    asked = [prompt.ids for prompt in prompts]
+    for name in found.variants:
+        assert [g.prompt_ids for leg in kept[name] for g in leg.generations] == asked
+    assert kept["final"][0].generations[0].output_ids == kept["ar"][0].generations[0].output_ids
+    left = found.without({"final": "wrong tokens"})
+    assert set(left.variants) == {"ar", "stock", "final-ar"} and left.withheld == {"final": "wrong tokens"}
+    assert {name for figure in left.ratios for name in (figure.of, figure.over)} == {"ar", "stock", "final-ar"}
+    assert found.withheld == {} and len(found.variants) == 4
 
 
 def test_concurrency_takes_batches_of_prompts(engine, prompts) -> None:
