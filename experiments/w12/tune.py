@@ -1,12 +1,12 @@
-"""Choose launch shapes for both targets' matrices on the card at hand; writes kernels/w12/tuned/CARD.json.
+"""Choose launch shapes for matrices on the card at hand, by default both targets'; adds them to kernels/w12/tuned/CARD.json.
 
-PYTHONPATH=. python experiments/w12/tune.py [OUT.json]
+PYTHONPATH=. python experiments/w12/tune.py [OUT.json] [--shapes 6144x4096,24576x4096,...]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -44,14 +44,20 @@ def tune_matrix(n: int, k: int, processors: int) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     """Tune every matrix, largest last; write what is known after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=autotune.TUNED / f"{autotune.card_name()}.json")
+    parser.add_argument("--shapes", help="N x K of other matrices, by commas")
+    options = parser.parse_args()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else autotune.TUNED / f"{autotune.card_name()}.json"
-    found: dict[str, dict[str, dict[str, int]]] = {}
-    for n, k in matrices():
+    wanted = (
+        [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")] if options.shapes else matrices()
+    )
+    found = json.loads(options.out.read_text())["shapes"] if options.out.exists() else {}
+    for n, k in wanted:
         started = time.time()
         found[f"{n}x{k}"] = tune_matrix(n, k, processors)
         torch.cuda.empty_cache()
-        out.write_text(json.dumps({"card": torch.cuda.get_device_name(), "shapes": found}, indent=1))
+        options.out.write_text(json.dumps({"card": torch.cuda.get_device_name(), "shapes": found}, indent=1))
         print(f"  {time.time() - started:.1f} s", flush=True)
 
 
