@@ -1,7 +1,7 @@
 """The static stage: what a candidate's diff may touch. Runs before anything of the candidate is started.
 
 Judged: paths outside the engine's editable globs, the launch description, symbolic links that leave the
-tree, submodules, large binary or text files. Reported and never judged: a list of suspicious lines for a human
+tree, submodules, compiled Python, large binary or text files. Reported and never judged: a list of suspicious lines for a human
 reader. Reads the run's git repository through git's plumbing; executes nothing of the candidate.
 """
 
@@ -40,6 +40,9 @@ SUSPICIOUS: tuple[tuple[str, str], ...] = (
 """Patterns of added lines worth a human's eye. Each occurs in honest work too, hence no judgement."""
 
 
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+
+
 def check_changes(changes: Sequence[Change], editable: Callable[[str], bool], policy: GatePolicy) -> DiffReport:
     """Judge a diff from its list of changes. Pure."""
     changed = [c.path for c in changes]
@@ -47,6 +50,11 @@ def check_changes(changes: Sequence[Change], editable: Callable[[str], bool], po
         Check(name="diff.empty", passed=bool(changes), detail=f"{len(changes)} paths changed"),
         _named("diff.editable", [c.path for c in changes if not _may_edit(c.path, editable)], "not editable"),
         _named("diff.links", [f"{c.path} -> {c.link_target}" for c in changes if _leaves(c)], "links out of the tree"),
+        _named(
+            "diff.compiled",
+            [c.path for c in changes if _compiled(c)],
+            "compiled Python that would run instead of the text",
+        ),
         _named("diff.size", [f"{c.path} ({c.size} bytes)" for c in changes if _too_big(c, policy)], "too large"),
     ]
     failed = next((c for c in checks if not c.passed), None)
@@ -73,7 +81,8 @@ def check_diff(
     patch = _git(
         repository, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "-U0", base, commit
     )
-    return report.model_copy(update={"suspicions": suspicions(patch)})
+    unread = [f"{path}: cannot be read: binary" for path in sorted(_binary_paths(repository, base, commit))]
+    return report.model_copy(update={"suspicions": suspicions(patch) + unread})
 
 
 def read_changes(repository: Path, base: str, commit: str) -> list[Change]:
@@ -100,11 +109,18 @@ def read_changes(repository: Path, base: str, commit: str) -> list[Change]:
 def suspicions(patch: str) -> list[str]:
     """Suspicious added lines of a patch in git's format with no context lines, as `path: why: line`."""
     found: list[str] = []
-    path = "?"
-    for line in patch.splitlines():
-        if line.startswith("+++ "):
+    path, in_hunk = "?", 0
+    # By line feeds only, and headers outside hunks only: a form feed before a statement, or `++ x`, must hide nothing.
+    for line in patch.split("\n"):
+        if in_hunk and line.startswith(("+", "-")):
+            in_hunk -= 1
+        elif hunk := _HUNK.match(line):
+            in_hunk = int(hunk[1] or 1) + int(hunk[2] or 1)
+            continue
+        elif line.startswith("+++ "):
             path = line[4:].removeprefix("b/")
-        elif line.startswith("+"):
+            continue
+        if line.startswith("+"):
             for pattern, why in SUSPICIOUS:
                 if re.search(pattern, line):
                     found.append(f"{path}: {why}: {line[1:].strip()[:120]}")
@@ -133,6 +149,12 @@ def _leaves(change: Change) -> bool:
     target = change.link_target
     inside = posixpath.normpath(posixpath.join(posixpath.dirname(change.path), target))
     return target.startswith("/") or inside.startswith("..")
+
+
+def _compiled(change: Change) -> bool:
+    """Python takes a compiled file for its module's text, and may be told not to compare the two: nobody reads what runs then."""
+    parts = change.path.lower().split("/")
+    return change.status != "D" and ("__pycache__" in parts or parts[-1].endswith((".pyc", ".pyo")))
 
 
 def _too_big(change: Change, policy: GatePolicy) -> bool:

@@ -109,6 +109,39 @@ def test_suspicions_are_reported_and_not_judged(repository: Path) -> None:
     assert suspicions("+++ b/f.py\n-import socket\n import socket\n+y = 1\n") == []
 
 
+@pytest.mark.parametrize(
+    "name", ["src/__pycache__/a.cpython-311.pyc", "src/a.pyc", "src/B.PYO", "src/__PyCache__/data.txt"]
+)
+def test_compiled_python_hides_what_runs(repository: Path, name: str) -> None:
+    (repository / name).parent.mkdir(exist_ok=True)
+    (repository / name).write_bytes(b"\x00compiled")
+    passed, reason, detail = verdict(repository)
+    assert (passed, reason) == (False, Reason.outside_editable) and name in detail and "compiled Python" in detail
+    (repository / name).unlink()
+    assert verdict(repository)[0], "taking it away is welcome"
+
+
+def test_binaries_are_named_to_the_reader(repository: Path) -> None:
+    base = git(repository, "rev-parse", "HEAD")
+    (repository / "src" / "kernel.so").write_bytes(b"\x7fELF\x00")
+    git(repository, "add", "-A", "-f")
+    git(repository, "commit", "-q", "-m", "change")
+    report = check_diff(repository, base, git(repository, "rev-parse", "HEAD"), editable)
+    assert report.passed and report.suspicions == ["src/kernel.so: cannot be read: binary"]
+
+
+@pytest.mark.parametrize("line", ["\x0cimport socket", "x = 1\x0b;import socket", "++ __import__('socket')"])
+def test_no_added_line_is_hidden_from_the_reader(repository: Path, line: str) -> None:
+    base = git(repository, "rev-parse", "HEAD")
+    (repository / "src" / "a.py").write_text(f"{line}\nos.environ\n")
+    git(repository, "commit", "-q", "-a", "-m", "change")
+    found = check_diff(repository, base, git(repository, "rev-parse", "HEAD"), editable).suspicions
+    assert any("talks to a network" in told for told in found)
+    assert all(told.startswith("src/a.py: ") for told in found) and any(
+        "reads the environment" in told for told in found
+    )
+
+
 def test_unknown_commit_is_our_fault(repository: Path) -> None:
     with pytest.raises(EvidenceError, match="git diff failed"):
         check_diff(repository, "0" * 40, "HEAD", editable)
