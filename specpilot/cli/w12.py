@@ -55,9 +55,15 @@ def pack(
     report: Annotated[Path | None, typer.Option(help="Also write the report to this file, as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Store the BF16 matrices of a checkpoint in 12 bits a weight, losslessly."""
+    """Store the BF16 matrices of a checkpoint in 12 bits a weight, losslessly.
+
+    A PyTorch model is filled from the new folder by specpilot.kernels.w12.load.load_packed, its layers in 12 bits;
+    for anything else, `unpack` gives back the same files.
+    """
     if report is not None and report.exists():
         raise UsageError(f"{report} exists", "give another file as --report.")
+    if report is not None and not report.parent.is_dir():
+        raise UsageError(f"{report.parent} is not a folder", "make it, or give another file as --report.")
     options = ["--row-block", str(row_block), "--max-escape-rate", str(max_escape_rate)]
     found = _data_plane("pack", checkpoint, to, options)
     if report is not None:

@@ -379,6 +379,8 @@ def test_commands(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     assert code == 4 and "not a packed checkpoint" in err
     assert specpilot("pack", checkpoint, "--to", tmp_path / "o", "--row-block", "5")[0] == 2
     assert specpilot("pack", checkpoint, "--to", tmp_path / "o", "--report", tmp_path / "report.json")[0] == 2
+    assert specpilot("pack", checkpoint, "--to", tmp_path / "o", "--report", tmp_path / "no/report.json")[0] == 2
+    assert not (tmp_path / "o").exists(), "told before the work"
 
 
 def test_a_full_disk_says_so(tmp_path: Path) -> None:
