@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from specpilot.memory import Preconditions
 from specpilot.memory.records import NAME
 
 from .base import AgentError, ClaimDraft, ComponentGap
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""What no commit message can hold, and what a terminal obeys."""
 
 CLAIM_KEYS = ("component", "hypothesis", "predicted_gain", "counters", "forbidden_counters", "mechanism")
 MECHANISM_KEYS = ("name", "title", "requires", "preconditions", "notes")
@@ -116,6 +120,10 @@ def parse_claim(source: Path | str) -> Submission:
     where = str(source) if isinstance(source, Path) else "claim"
     try:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # ten lines of them fill any memory
+            raise AgentError(
+                f"cannot read {where}: it holds aliases (*name)", "write the values out, a lone '*' in quotes"
+            )
         body = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # text, dates and depths that cannot be read
         raise AgentError(f"cannot read {where}: {error}") from error
@@ -178,7 +186,7 @@ def _mapping(value: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
 
 def _text(body: dict[str, Any], key: str, where: str) -> str:
     value = body.get(key)
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not value.strip() or _UNPRINTABLE.search(value):
         raise AgentError(f"{where}: {key} must be a line of text, not {value!r}")
     return value.strip()
 
@@ -187,7 +195,9 @@ def _names(body: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
     value = body.get(key)
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+    if not isinstance(value, list) or not all(
+        isinstance(item, str) and item and not _UNPRINTABLE.search(item) for item in value
+    ):
         raise AgentError(f"{where}: {key} must be a list of names, not {value!r}")
     return tuple(value)
 

@@ -104,3 +104,21 @@ def test_patch_that_builds_on_others_requires_them(context, patch, tree):
     assert mechanism_from(claim, alone, where, first_tree=tree).requires == []
     built_on = alone.replace("-line_1 = 1", "-line_1 = 5")
     assert mechanism_from(claim, built_on, where, first_tree=tree).requires == ["w12", "bf16"]
+
+
+def test_aliases_that_would_fill_any_memory():
+    """A few hundred bytes that stand for a thousand million words, which the message about a wrong claim spelled out."""
+    rows = ["- &l1 [" + ", ".join(["lol"] * 10) + "]"]
+    rows += [f"- &l{k} [" + ", ".join([f"*l{k - 1}"] * 10) + "]" for k in range(2, 10)]
+    with pytest.raises(AgentError, match="it holds aliases"):
+        parse_claim("component:\n" + "\n".join(rows) + "\nhypothesis: x\n")
+
+
+@pytest.mark.parametrize("bad", ["\\0", "\\e[2J", "\\ud800", "\\x9b"])
+def test_words_that_nothing_can_hold_or_a_terminal_obeys(bad):
+    for text in (f'component: x\nhypothesis: "a{bad}b"\n', f'component: x\nhypothesis: y\ncounters: ["a{bad}"]\n'):
+        with pytest.raises(AgentError, match="must be a l"):
+            parse_claim(text)
+    assert (
+        parse_claim('component: x\nhypothesis: "two\\nlines,\\tone tab, a smile \\U0001F642"\n').claim.component == "x"
+    )
