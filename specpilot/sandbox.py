@@ -46,6 +46,8 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -58,6 +60,8 @@ class Limits:
     """Bytes kept of standard output and error together; more ends the command."""
     file_bytes: int = 8 << 30
     """Largest single file it may write."""
+    disk_bytes: int = 16 << 30
+    """Bytes of all files in the folders that it may write."""
     processes: int = 8192
     """Processes and threads of this user (the kernel counts all of them; root is exempt)."""
     deadline_s: float | None = None
@@ -75,7 +79,7 @@ class Finished:
     tail: str
     """The last part of what it printed."""
     killed_for: str | None
-    """`memory`, `output`, `time`, or None."""
+    """`memory`, `output`, `disk`, `time`, or None."""
     seconds: float
 
 
@@ -275,7 +279,7 @@ class Child:
         self._control = -1
         last = json.loads(data.splitlines()[-1]) if data.strip() else {}
         reason = last.get("killed_for")
-        self.killed_for = reason if reason in ("memory", "output", "time") else None
+        self.killed_for = reason if reason in ("memory", "output", "disk", "time") else None
         code = int(last.get("exit", -signal.SIGKILL))
         # Bubblewrap ends like a shell: 128 + signal.
         self.returncode = 128 - code if self.confined and code > 128 else code
@@ -328,6 +332,8 @@ def spawn(
         "deadline": deadline,
         "memory_bytes": limits.memory_bytes,
         "output_bytes": limits.output_bytes,
+        "disk_bytes": limits.disk_bytes,
+        "writable": [str(path) for path in writable],
         "grace_s": limits.grace_s,
         "rlimits": {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits.file_bytes, "RLIMIT_NPROC": limits.processes},
     }
@@ -424,7 +430,7 @@ def kill_leftovers(recorded: Iterable[tuple[int, int, float]], grace_s: float = 
 
 
 def tail_of(path: Path, max_bytes: int = 4000) -> str:
-    """The last `max_bytes` bytes of a text file, whole lines; empty if there is none."""
+    """The last `max_bytes` bytes of a text file, whole lines, without what a terminal would obey; empty if there is none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -432,7 +438,7 @@ def tail_of(path: Path, max_bytes: int = 4000) -> str:
             data = file.read()
     except OSError:
         return ""
-    text = data.decode("utf-8", "replace")
+    text = _CONTROL.sub("\ufffd", data.decode("utf-8", "replace"))
     return text if size <= max_bytes else text.partition("\n")[2] or text
 
 

@@ -24,6 +24,9 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
 POLL_S = 0.5
+DISK_POLL_S = 2.0
+MOST_FILES = 50_000
+"""More files than that in a folder that a command may write count as too many bytes: looking at them takes time."""
 CHUNK = 1 << 16
 
 
@@ -92,6 +95,27 @@ def resident_bytes(pids: list[int]) -> int:
     return kib * 1024
 
 
+def disk_bytes(folders: list[str]) -> float:
+    """Bytes that the files below `folders` take on their disk. Infinite where there are too many to look at, or where they cannot
+    be reached (a path grown too long, a locked folder): the command made it so. Follows no link; unlinked files are not seen."""
+    total, files, waiting = 0, 0, list(folders)
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    if files > MOST_FILES:
+                        return float("inf")
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # gone since
+        except OSError:
+            return float("inf")
+    return total
+
+
 def signal_all(group: int, number: int) -> None:
     """Send a signal to the command's group and to every descendant that left the group."""
     for pid in descendants(os.getpid()):
@@ -117,6 +141,7 @@ class Guard:
         self.kill_at: float | None = None
         self.written = 0
         self.buffer = b""
+        self.next_disk = time.monotonic() + DISK_POLL_S
         self.control_open = True
         self.log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
@@ -227,13 +252,17 @@ class Guard:
                 self.exit_code = os.waitstatus_to_exitcode(status)
 
     def check_limits(self) -> None:
-        """Deadline, memory, and whether our parent is still the one who started us."""
+        """Deadline, memory, disk, and whether our parent is still the one who started us."""
         now = time.monotonic()
         if self.kill_at is None:
             if self.spec["deadline"] is not None and now >= self.spec["deadline"]:
                 self.end("time", self.spec["grace_s"])
             elif resident_bytes(descendants(os.getpid())) > self.spec["memory_bytes"]:
                 self.end("memory", 0.0)
+            elif now >= self.next_disk:
+                self.next_disk = now + DISK_POLL_S
+                if disk_bytes(self.spec["writable"]) > self.spec["disk_bytes"]:
+                    self.end("disk", 0.0)
             elif os.getppid() != self.spec["parent"]:
                 self.end("parent", self.spec["grace_s"])
 

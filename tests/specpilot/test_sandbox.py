@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specpilot import sandbox
+from specpilot import sandbox, sandbox_guard
 from specpilot.errors import EnvironmentProblem, UsageError
-from specpilot.sandbox import MIB, Limits, kill_leftovers, run_bounded, scrub_environment, spawn
+from specpilot.sandbox import MIB, Limits, kill_leftovers, run_bounded, scrub_environment, spawn, tail_of
 
 ENV = scrub_environment({})
 QUICK = Limits(grace_s=0.3)
@@ -233,6 +233,53 @@ def test_a_file_cannot_grow_without_bound(tmp_path: Path) -> None:
     done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=30, limits=Limits(file_bytes=MIB))
     assert done.returncode != 0
     assert (tmp_path / "big").stat().st_size <= MIB
+
+
+def test_the_folders_it_may_write_cannot_grow_without_bound(tmp_path: Path) -> None:
+    """Many files, each small enough: a full disk would end the run, and again after every resume."""
+    code = """
+        import time
+        for number in range(40):
+            with open(f"hoard/{number}", "wb") as file:
+                file.write(bytes(1 << 20))
+        time.sleep(60)
+    """
+    folder = tmp_path / "hoard"
+    folder.mkdir()
+    limits = Limits(disk_bytes=8 * MIB, grace_s=0.3)
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=40, limits=limits, writable=[folder])
+    assert done.killed_for == "disk" and done.seconds < 30
+    room = Limits(disk_bytes=80 * MIB, deadline_s=5.0)
+    child = spawn(python("import time; time.sleep(4)"), cwd=tmp_path, env=ENV, log_path=tmp_path / "log", limits=room, writable=[folder])  # fmt: skip
+    assert child.wait(20) == 0 and child.killed_for is None
+
+
+def test_bytes_on_disk_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    assert sandbox_guard.disk_bytes([str(folder), str(tmp_path / "gone")]) < 1 << 16
+    (folder / "deep" / "file").write_bytes(bytes(3 * MIB))
+    (folder / "link").symlink_to("/")
+    assert 3 * MIB <= sandbox_guard.disk_bytes([str(folder)]) < 3 * MIB + (1 << 16)
+    with (folder / "holes").open("wb") as file:
+        file.truncate(1 << 40)
+    assert sandbox_guard.disk_bytes([str(folder)]) < 4 * MIB, "only what is on the disk"
+    monkeypatch.setattr(sandbox_guard, "MOST_FILES", 3)
+    assert sandbox_guard.disk_bytes([str(folder)]) == float("inf")
+
+
+def test_files_below_a_path_too_long_to_look_at_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(25):
+        os.mkdir("d" * 200)
+        os.chdir("d" * 200)
+    assert sandbox_guard.disk_bytes([str(tmp_path)]) == float("inf")
+
+
+def test_a_tail_holds_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\x1b[2Jone\ttwo\r\n\x07\xc2\x9bthree \xe2\x9c\x93\n")
+    assert tail_of(log) == "\ufffd[2Jone\ttwo\r\n\ufffd\ufffdthree \u2713\n"
 
 
 def test_no_core_files_and_no_new_privileges(tmp_path: Path) -> None:
