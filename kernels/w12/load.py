@@ -13,7 +13,6 @@ tensors while it loads (the experts of a transformers mixture), the model's own 
 from __future__ import annotations
 
 import hashlib
-import stat
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
@@ -93,7 +92,6 @@ def load_packed(
 
 def _manifest(folder: Path) -> dict[str, Any]:
     """Warns of a config.json that is not the packed one: the model was built from it, presumably."""
-    _regular(folder / MANIFEST)
     manifest = read_manifest(folder)
     for row in manifest["copied"]:
         path = folder / row["name"]
@@ -104,27 +102,13 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _open(folder: Path, row: dict[str, Any]) -> PackedFile:
-    """A file that the manifest lists, of the size that it gives: a file of another checkpoint has valid sums as well."""
-    if "packed" not in row:
-        raise BadCheckpoint(f"{folder / MANIFEST} is malformed: {row['name']} has no packed file", "pack it again.")
-    _regular(folder / row["packed"])
+    """A file that the manifest lists, and no other: one of another checkpoint has valid sums as well."""
     file = PackedFile(folder / row["packed"])
-    if file.size != row.get("packed_bytes", file.size):
+    header = hashlib.sha256(file.header.encode()).hexdigest()
+    if (file.size, header) != (row.get("packed_bytes", file.size), row.get("packed_header_sha256", header)):
         with file:
             raise BadCheckpoint(f"{file.path} is not the file that {MANIFEST} lists", "copy the folder again.")
     return file
-
-
-def _regular(path: Path) -> None:
-    """Opening a pipe would wait for its writer, forever."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:  # whoever opens it says so
-        return
-    except ValueError as error:  # a name that no file system takes
-        raise BadCheckpoint(f"{str(path)!a} cannot be a file", "pack the original checkpoint again.") from error
-    if not stat.S_ISREG(mode):
-        raise BadCheckpoint(f"{path} is no regular file", "copy the folder again.")
 
 
 def _names(model: nn.Module, folder: Path, held: dict[str, PackedFile]) -> dict[str, list[str]]:

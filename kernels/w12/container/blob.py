@@ -135,7 +135,9 @@ def read_metadata(path: Path, metadata: dict[str, str]) -> tuple[str, dict[str, 
                 f"{path}: its metadata do not match their checksum", "pack the original checkpoint again."
             )
         stored = {name: _stored(kept) for name, kept in value["tensors"].items()}
-        return str(value["header"]), stored
+        header = str(value["header"])
+        header.encode()  # a lone surrogate is a ValueError
+        return header, stored
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadCheckpoint(f"{path}: its {KEY} metadata are malformed ({error!r})", "pack it again.") from error
 
@@ -145,6 +147,8 @@ def _stored(value: dict[str, Any]) -> Stored:
     value = {**value, "shape": whole_numbers(value["shape"]), "planes_sha256": tuple(value["planes_sha256"])}
     kept = Stored(**value)
     whole_numbers([kept.stored_bytes, kept.bases, kept.escapes])
+    if len(kept.planes_sha256) != 3:
+        raise ValueError("three checksums of planes are needed")
     if kept.packed:
         rows, columns = kept.shape
         if kept.dtype != "BF16" or min(rows, columns) < 1 or kept.row_block not in ROW_BLOCKS:

@@ -97,9 +97,13 @@ def pack(
                 files[name] = pack_file(source, work / packed_name, table_is_head, row_block, max_escape_rate)
             if _identity(path) != before:
                 raise BadCheckpoint(f"{path} changed while it was packed", "wait until it is complete, and pack again.")
-            size = (work / packed_name).stat().st_size
+            with SafetensorsFile(work / packed_name) as made:
+                size, header = made.size, hashlib.sha256(made.header.encode()).hexdigest()
             rows.append(
-                {"name": name, "packed": packed_name, "bytes": before[0], "sha256": digest, "packed_bytes": size}
+                {
+                    **{"name": name, "packed": packed_name, "bytes": before[0], "sha256": digest},
+                    **{"packed_bytes": size, "packed_header_sha256": header},
+                }
             )
         copied = [_copy_with_sum(checkpoint, work, name) for name in others]
         weights_sha256 = weights_digest({row["name"]: row["sha256"] for row in rows})
@@ -137,6 +141,8 @@ def unpack(folder: Path, to: Path, *, progress: Progress = lambda _: None) -> st
 def read_manifest(folder: Path) -> dict[str, Any]:
     """`w12.json` of a packed folder, checked. Raises BadCheckpoint."""
     path = folder / MANIFEST
+    if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
+        raise BadCheckpoint(f"{path} is no regular file", "copy the folder again.")
     try:
         value = parse(path.read_text(encoding="utf-8"))
         expected = value.pop("sha256")
@@ -165,15 +171,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _check_rows(manifest: dict[str, Any]) -> None:
     """Raise for a manifest that names anything outside its folder: the sum in it is no signature, anybody can make one."""
     names: list[str] = []
-    for row in (*manifest["files"], *manifest["copied"]):
+    for row, key in (*((row, "packed") for row in manifest["files"]), *((row, "name") for row in manifest["copied"])):
         whole_numbers([row["bytes"]])
         names.append(row["name"])
-        for name in (row["name"], row.get("packed", row["name"])):
+        for name in (row["name"], row[key]):
             path = PurePosixPath(name)
+            os.fsencode(name)  # a lone surrogate is a ValueError
             if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
                 raise ValueError(f"{name!r} does not lie in the folder")
         if not all(isinstance(row[key], str) for key in ("name", "sha256")):
             raise TypeError(f"{row['name']!r} has no checksum")
+    if not isinstance(manifest["weights_sha256"], str):
+        raise TypeError("the digest of the weights is no text")
     if len(set(names)) < len(names):
         raise ValueError("a name appears twice")
 

@@ -45,6 +45,8 @@ class SafetensorsFile:
         """Raises BadCheckpoint for anything that is not a whole, well-formed file."""
         self.path = path
         try:
+            if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+                raise self._bad("it is no regular file")
             self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error

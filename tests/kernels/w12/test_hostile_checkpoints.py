@@ -132,6 +132,10 @@ def set_row(kind: str, key: str, to: object) -> Callable[[dict[str, Any]], None]
         set_row("files", "packed", "../original/model.safetensors"),
         set_row("files", "name", 7),
         set_row("files", "name", "sub/x.json"),
+        set_row("files", "packed", "\ud800"),
+        set_row("copied", "name", "\ud800"),
+        lambda manifest: manifest["files"][0].pop("packed"),
+        lambda manifest: manifest.pop("weights_sha256"),
         set_row("files", "bytes", "many"),
         set_row("files", "bytes", -1),
         set_row("copied", "sha256", None),
@@ -179,6 +183,7 @@ def rewrite_metadata(path: Path, change: Callable[[dict[str, Any]], None]) -> No
         ("packed", False),
         ("unheard of", 1),
         ("planes_sha256", ["", "", ""]),
+        ("planes_sha256", ["", ""]),
     ],
 )
 def test_metadata_that_no_writer_makes(original: Path, key: str, to: object) -> None:

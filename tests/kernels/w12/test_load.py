@@ -194,9 +194,10 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda row: row.pop("packed"), "has no packed file"),
-        (lambda row: row.update(packed="\ud800"), "cannot be a file"),
+        (lambda row: row.pop("packed"), "malformed"),
+        (lambda row: row.update(packed="\ud800"), "malformed"),
         (lambda row: row.update(packed_bytes=row["packed_bytes"] + 64), "is not the file that w12.json lists"),
+        (lambda row: row.update(packed_header_sha256="0" * 64), "is not the file that w12.json lists"),
         (lambda row: row.update(packed="gone" * 1000), "cannot be read"),
     ],
 )
