@@ -53,15 +53,7 @@ def load_packed(
     if hasattr(model, "tie_weights"):  # of transformers: an empty model may have lost it
         model.tie_weights()  # type: ignore[operator]
     with ExitStack() as stack:
-        held: dict[str, PackedFile] = {}
-        for row in _manifest(folder)["files"]:
-            file = stack.enter_context(_open(folder, row))
-            for name, kept in file.stored.items():
-                if held.setdefault(name, file).stored[name].sha256 != kept.sha256:
-                    raise BadCheckpoint(
-                        f"{folder}: {held[name].path.name} and {file.path.name} hold different tensors {name}",
-                        "leave one of them out of the checkpoint, and pack again.",
-                    )
+        held = _held(folder, stack)
         names_of = _names(model, folder, held)
         layers = {f"{names[0]}.weight": names for names in swappable(model)}
         found: list[str] = []
@@ -88,6 +80,20 @@ def load_packed(
             stacklevel=2,
         )
     return found
+
+
+def _held(folder: Path, stack: ExitStack) -> dict[str, PackedFile]:
+    """Every stored tensor and the file that holds it, open for as long as `stack` is."""
+    held: dict[str, PackedFile] = {}
+    for row in _manifest(folder)["files"]:
+        file = stack.enter_context(_open(folder, row))
+        for name, kept in file.stored.items():
+            if held.setdefault(name, file).stored[name].sha256 != kept.sha256:
+                raise BadCheckpoint(
+                    f"{folder}: {held[name].path.name} and {file.path.name} hold different tensors {name}",
+                    "leave one of them out of the checkpoint, and pack again.",
+                )
+    return held
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
