@@ -302,7 +302,7 @@ class Workspace:
             mode, blob = head.split()[1], head.split()[3]
             if mode == "160000":
                 found.append(f"{path} is a submodule")
-            elif mode == "120000" and _escapes(path, self._git("cat-file", "blob", blob)):
+            elif mode == "120000" and escapes(path, self._git("cat-file", "blob", blob)):
                 found.append(f"{path} is a symbolic link that leaves the tree")
         return found
 
@@ -431,7 +431,7 @@ def _inside(name: str) -> str:
     return str(path)
 
 
-def _escapes(link: str, target: str) -> bool:
+def escapes(link: str, target: str) -> bool:
     """True if a link at `link` (relative to the tree) that holds `target` leads out of the tree.
 
     `..` counts only at the front: behind a name it could climb out of a folder that is itself a link.
@@ -449,7 +449,7 @@ def _refuse_escaping_links(tree: Path) -> None:
         names[:] = [name for name in names if name not in _SKIPPED]
         for name in names + files:
             path = Path(folder, name)
-            if path.is_symlink() and _escapes(str(path.relative_to(tree)), os.readlink(path)):
+            if path.is_symlink() and escapes(str(path.relative_to(tree)), os.readlink(path)):
                 raise UsageError(
                     f"{path} is a symbolic link that leaves the engine tree", "copy its target into the tree."
                 )

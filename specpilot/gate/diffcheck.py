@@ -16,6 +16,7 @@ from specpilot.contracts import Check, Reason
 from specpilot.gate.errors import EvidenceError
 from specpilot.gate.records import Change, DiffReport, GatePolicy
 from specpilot.git import run_git
+from specpilot.workspace import escapes
 
 ALWAYS_FIXED = ("engine.toml", ".git", ".gitattributes", ".gitmodules", ".gitignore")
 """Never editable, whatever engine.toml says: how the engine is launched, and what git itself obeys."""
@@ -144,11 +145,7 @@ def _may_edit(path: str, editable: Callable[[str], bool]) -> bool:
 def _leaves(change: Change) -> bool:
     if change.mode == "160000":
         return True
-    if change.mode != "120000":
-        return False
-    target = change.link_target
-    inside = posixpath.normpath(posixpath.join(posixpath.dirname(change.path), target))
-    return target.startswith("/") or inside.startswith("..")
+    return change.mode == "120000" and escapes(change.path, change.link_target)
 
 
 def _compiled(change: Change) -> bool:

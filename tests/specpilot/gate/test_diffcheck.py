@@ -71,8 +71,10 @@ def test_rename_out_of_the_editable_paths_counts_both_ends(repository: Path) -> 
 
 def test_links_may_stay_inside_only(repository: Path) -> None:
     (repository / "src" / "b.py").symlink_to("a.py")
+    (repository / "src" / "up").symlink_to("..")
     assert verdict(repository)[0]
-    for target in ("/etc/passwd", "../../elsewhere", "../.."):
+    # `up/..` is the tree's parent: a link may not climb behind a name, which may be a link itself.
+    for target in ("/etc/passwd", "../../elsewhere", "../..", "up/..", "up/../..", "../.git/config"):
         link = repository / "src" / "out"
         link.unlink(missing_ok=True)
         link.symlink_to(target)
