@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from specpilot.contracts import GapTable, StopReason
+from specpilot.contracts import Calibration, GapTable, Leg, StopReason
+from specpilot.evaluation.baselines import Baselines
+from specpilot.gate.closing import closing_faults
+from specpilot.gate.hidden import vocab_size
+from specpilot.gate.policy import policy_of
 from specpilot.loop.context import RunContext
-from specpilot.loop.observe import observe
+from specpilot.loop.observe import observe, time_floor
 from specpilot.loop.prepare import measure_four
 
 CLOSING_PROMPTS = 8
 
 
 def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
-    """Measures `ar`, `stock`, `final` and `final-ar` together, once per head, and writes the report."""
+    """Measures `ar`, `stock`, `final` and `final-ar` together, once per head, and writes the report.
+
+    Figures of an engine whose answers there fail the gate are withheld, with a warning.
+    """
     first = context.trees.first_commit
     short = head[:12]
     context.say("phase", name="closing", detail="ar, stock, final and final-ar in one session")
@@ -25,13 +32,38 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
     ]
     four: dict[str, Any] = context.journal.step(
         f"final/{short}",
-        lambda: measure_four(context, f"final-{short}", variants, prompts=CLOSING_PROMPTS, which="hidden"),
+        lambda: measure_four(
+            context,
+            f"final-{short}",
+            variants,
+            prompts=CLOSING_PROMPTS,
+            which="hidden",
+            judged=lambda found, legs, block: _judged(context, short, found, legs, block),
+        ),
     )
     observe(context, f"final/{short}/gaps", head, roofs_now=True)
     context.journal.set_meta("final_head", head)
     context.journal.set_meta("stop_reason", stop.value)
     context.budget.save()
     return four
+
+
+def _judged(context: RunContext, short: str, found: Baselines, legs: dict[str, list[Leg]], block: int) -> Baselines:
+    """Without the figures of engines that answered otherwise than the target would. The reference starts only now: they are gone."""
+    with context.engine(context.trees.first_commit, "reference", f"final-{short}-reference") as reference:
+        faults = closing_faults(
+            legs,
+            reference.client,
+            context.journal.result("calibrate", Calibration),
+            policy_of(context.deployment.gate),
+            block_size=max(context.identity.block_size or 1, block),
+            floor=time_floor(context),
+            vocab=vocab_size(context.resolved.target_dir),
+            temperature=context.deployment.regime.temperature,
+        )
+    for name, fault in faults.items():
+        context.say("note", level="warning", text=f"the closing figures of {name} are withheld: {fault}")
+    return found.without(faults)
 
 
 def final_gaps(context: RunContext, head: str) -> GapTable | None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
-from specpilot.contracts import Calibration
+from specpilot.contracts import Calibration, Leg
 from specpilot.deployment import Deployment
 from specpilot.drafters import check_drafter
 from specpilot.engine_tree import load_engine_spec
 from specpilot.errors import DigestError, UsageError
-from specpilot.evaluation.baselines import measure_variants
+from specpilot.evaluation.baselines import Baselines, measure_variants
 from specpilot.evaluation.legs import run_leg
 from specpilot.evaluation.prompts import check_prompt_files
 from specpilot.gate.calibrate import calibrate
+from specpilot.gate.hidden import served_block_size
 from specpilot.gate.records import CheatOutcome, SelfTestResult
 from specpilot.gate.selftest import SelfTestContext, require_sound, self_test
 from specpilot.loop.assess import patiently
@@ -189,9 +191,20 @@ def first_baselines(context: RunContext) -> None:
 
 
 def measure_four(
-    context: RunContext, key: str, variants: list[tuple[str, str, str]], *, prompts: int, which: str = "tuning"
+    context: RunContext,
+    key: str,
+    variants: list[tuple[str, str, str]],
+    *,
+    prompts: int,
+    which: str = "tuning",
+    judged: Callable[[Baselines, dict[str, list[Leg]], int], Baselines] | None = None,
 ) -> dict:
-    """Measures named (name, commit, variant) engines round-robin in one session on prompts of the set `which`; JSON-ready."""
+    """Measures named (name, commit, variant) engines round-robin in one session on prompts of the set `which`; JSON-ready.
+
+    `judged` sees the figures, the answers and the largest block size that an engine stated, after the engines have been stopped,
+    and says what remains of the figures.
+    """
+    legs: dict[str, list[Leg]] = {}
     with ExitStack() as stack:
         servers = [
             (name, stack.enter_context(context.engine(commit, variant, f"{key}-{name}")))
@@ -209,7 +222,11 @@ def measure_four(
             settings=context.deployment.measurement,
             regime=context.deployment.regime,
             on_leg=on_leg,
+            keep=legs,
         )
+        block = max(served_block_size(server.identity) for _, server in servers)
+    if judged is not None:
+        result = judged(result, legs, block)
     data = result.model_dump(mode="json")
     context.say("baseline", **data)
     return data

@@ -77,6 +77,38 @@ def test_a_rejected_attempt_exits_10_and_an_accepted_one_0(rested: Path, tmp_pat
     assert elapsed(rested) > before
 
 
+def test_closing_figures_of_other_tokens_are_withheld(tmp_path: Path) -> None:
+    """An engine that is honest to the gate, and as `final-ar`, which no gate asks, sends one token over and over."""
+    deployment = fake_setting(tmp_path, STOCK)
+    manifest = tmp_path / "tree/engine.toml"
+    manifest.write_text(manifest.read_text().replace('["behaviour.json"]', '["behaviour.json", "fake_server.py"]'))
+    quiet = deployment.model_copy(update={"budget": deployment.budget.model_copy(update={"rounds": 0})})
+    quiet._folder = deployment.folder
+    run = tmp_path / "run"
+    assert optimize(quiet, run, plain=True, memory=f"sqlite:///{tmp_path / 'memory.sqlite'}").exit_code == 0
+    with open_run(run) as context:
+        attempt, worktree, _ = open_attempt(context, "*", "try")
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.004)))
+    engine = worktree / "fake_server.py"
+    lie = '        if os.environ["SPECPILOT_VARIANT"] == "final-ar":\n            tokens = [7] * len(tokens)\n        if body.get("stream"):'
+    text = engine.read_text()
+    assert '        if body.get("stream"):' in text
+    engine.write_text(text.replace('        if body.get("stream"):', lie))
+    claim = tmp_path / "claim.yaml"
+    claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
+    with open_run(run) as context:
+        assessment = submit_attempt(context, attempt, claim)
+        assert assessment is not None and assessment.accepted, "the gate never asks that variant"
+    final = resume(run, plain=True).final
+    assert set(final["variants"]) == {"ar", "stock", "final"}
+    assert list(final["withheld"]) == ["final-ar"] and "forcing.closing" in final["withheld"]["final-ar"]
+    assert not any("final-ar" in (ratio["of"], ratio["over"]) for ratio in final["ratios"])
+    journal = Journal.open(run / JOURNAL_NAME)
+    notes = [event.data["text"] for event in journal.events(kind="note")]
+    journal.close()
+    assert sum("closing figures of final-ar are withheld" in note for note in notes) == 1
+
+
 def test_an_attempt_that_the_clock_left_waiting_is_judged_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
