@@ -77,9 +77,7 @@ def accept_sampled(drafts: list[int], q: torch.Tensor | None, p: torch.Tensor, g
     for name, rows in (("drafter's distribution q", q), ("target's distribution p", p)):
         if rows is not None and not bool(torch.isfinite(rows).all()):
             row = int((~torch.isfinite(rows)).any(-1).nonzero()[0])
-            raise ValueError(
-                f"the {name} is not finite at position {row}: its logits overflowed, or its weights are damaged"
-            )
+            raise ValueError(f"the {name} is not finite at position {row}: its logits overflowed, or its weights are damaged")
     for index, token in enumerate(drafts):
         chance = torch.rand((), dtype=torch.float64, generator=generator).item()
         proposed = 1.0 if q is None else float(q[index, token])

@@ -75,9 +75,7 @@ class TargetModel:
         for index, layer in enumerate(self.layers):
             x = self._layer(index, layer, x, segments, cos, sin, masks)
             if taps is not None and index in tap_ids:
-                taps[:, [slot for slot, tap in enumerate(tap_ids) if tap == index]] = x.unsqueeze(
-                    1
-                )  # an id may be listed twice
+                taps[:, [slot for slot, tap in enumerate(tap_ids) if tap == index]] = x.unsqueeze(1)  # an id may be listed twice
         mark("target.norm")
         hidden = ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
         mark(None)

@@ -13,6 +13,7 @@ from specpilot.contracts import AttemptState, StopReason
 from specpilot.journal import Journal
 from specpilot.loop import budget
 from specpilot.loop.external import open_attempt, submit_attempt
+from specpilot.loop.rounds import _assess_all, waiting_outsiders
 from specpilot.loop.run import open_run, optimize, resume
 from specpilot.loop.summary import report_data
 from specpilot.paths import JOURNAL_NAME
@@ -29,9 +30,10 @@ def rested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of no rounds: prepared and profiled, waiting for outsiders."""
     folder = tmp_path_factory.mktemp("outsider")
     deployment = fake_setting(folder, STOCK)
-    budget = deployment.budget.model_copy(update={"rounds": 0})
+    manifest = folder / "tree/engine.toml"  # the engine's code may be edited as well
+    manifest.write_text(manifest.read_text().replace('["behaviour.json"]', '["behaviour.json", "fake_server.py"]'))
     memory = f"sqlite:///{folder / 'memory.sqlite'}"
-    quiet = deployment.model_copy(update={"budget": budget})
+    quiet = deployment.model_copy(update={"budget": deployment.budget.model_copy(update={"rounds": 0})})
     quiet._folder = deployment.folder
     assert optimize(quiet, folder / "run", plain=True, memory=memory).exit_code == 0
     return folder / "run"
@@ -77,68 +79,24 @@ def test_a_rejected_attempt_exits_10_and_an_accepted_one_0(rested: Path, tmp_pat
     assert elapsed(rested) > before
 
 
-def test_closing_figures_of_other_tokens_are_withheld(tmp_path: Path) -> None:
-    """An engine that is honest to the gate, and as `final-ar`, which no gate asks, sends one token over and over."""
-    deployment = fake_setting(tmp_path, STOCK)
-    manifest = tmp_path / "tree/engine.toml"
-    manifest.write_text(manifest.read_text().replace('["behaviour.json"]', '["behaviour.json", "fake_server.py"]'))
-    quiet = deployment.model_copy(update={"budget": deployment.budget.model_copy(update={"rounds": 0})})
-    quiet._folder = deployment.folder
-    run = tmp_path / "run"
-    assert optimize(quiet, run, plain=True, memory=f"sqlite:///{tmp_path / 'memory.sqlite'}").exit_code == 0
-    with open_run(run) as context:
-        attempt, worktree, _ = open_attempt(context, "*", "try")
-    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.004)))
-    engine = worktree / "fake_server.py"
-    lie = '        if os.environ["SPECPILOT_VARIANT"] == "final-ar":\n            tokens = [7] * len(tokens)\n        if body.get("stream"):'
-    text = engine.read_text()
-    assert '        if body.get("stream"):' in text
-    engine.write_text(text.replace('        if body.get("stream"):', lie))
-    claim = tmp_path / "claim.yaml"
-    claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
-    with open_run(run) as context:
-        assessment = submit_attempt(context, attempt, claim)
-        assert assessment is not None and assessment.accepted, "the gate never asks that variant"
-    final = resume(run, plain=True).final
-    assert set(final["variants"]) == {"ar", "stock", "final"}
-    assert list(final["withheld"]) == ["final-ar"] and "forcing.closing" in final["withheld"]["final-ar"]
-    assert not any("final-ar" in (ratio["of"], ratio["over"]) for ratio in final["ratios"])
-    journal = Journal.open(run / JOURNAL_NAME)
-    notes = [event.data["text"] for event in journal.events(kind="note")]
-    journal.close()
-    assert sum("closing figures of final-ar are withheld" in note for note in notes) == 1
-
-
 def test_an_attempt_that_the_clock_left_waiting_is_judged_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the same run when it is given more, or by submitting it once more at rest."""
-    deployment = fake_setting(tmp_path, STOCK)
-    quiet = deployment.model_copy(update={"budget": deployment.budget.model_copy(update={"rounds": 0})})
-    quiet._folder = deployment.folder
-    run = tmp_path / "run"
-    assert optimize(quiet, run, plain=True, memory=f"sqlite:///{tmp_path / 'memory.sqlite'}").exit_code == 0
-    with open_run(run) as context:
-        opened = [open_attempt(context, "*", "try") for _ in range(2)]
+    """Neither dropped nor lost: by a later round of the run, or by submitting it once more at rest."""
+    with open_run(rested) as context:
+        attempt, worktree, _ = open_attempt(context, "*", "try")
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.0016)))
     claim = tmp_path / "claim.yaml"
     claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
-    for (attempt, worktree, _), seconds in zip(opened, (0.003, 0.0029), strict=True):
-        (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=seconds)))
-        with RunLock(run), open_run(run) as context:
-            assert submit_attempt(context, attempt, claim) is None, "the run is busy"
-    with monkeypatch.context() as spent:
-        spent.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
-        assert resume(run, plain=True, rounds=1).stop is StopReason.budget_wall_clock
-    journal = Journal.open(run / JOURNAL_NAME)
-    assert [row.state for row in journal.attempts()] == [AttemptState.submitted] * 2
-    journal.close()
-    done = specpilot("attempt", "submit", str(run), "x-1", "--claim", str(claim))
-    assert done.returncode == 0 and "x-1 accepted" in done.stdout
-    assert resume(run, plain=True, rounds=1).exit_code == 0
-    journal = Journal.open(run / JOURNAL_NAME)
-    assert journal.attempt("x-1").state is AttemptState.merged
-    assert journal.attempt("x-2").state is not AttemptState.submitted
-    journal.close()
+    with RunLock(rested), open_run(rested) as context:
+        assert submit_attempt(context, attempt, claim) is None, "the run is busy"
+        waiting = waiting_outsiders(context, context.trees.best())
+        assert [item.attempt_id for item in waiting] == [attempt]
+        monkeypatch.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
+        assert _assess_all(context, 1, context.trees.best(), waiting) == ([], StopReason.budget_wall_clock)
+        assert context.journal.attempt(attempt).state is AttemptState.submitted
+    done = specpilot("attempt", "submit", str(rested), attempt, "--claim", str(claim))
+    assert done.returncode == 0 and f"{attempt} accepted" in done.stdout
 
 
 @pytest.mark.parametrize(("program", "warned"), [(None, 1), ("/usr/bin/bwrap", 0)])
@@ -159,3 +117,28 @@ def test_commands_to_go_on_with_survive_the_shell(rested: Path, monkeypatch: pyt
         monkeypatch.setattr(context.meta, "__dict__", context.meta.__dict__ | {"run_id": "a 'b\" c"})
         words = [shlex.split(command.command) for command in report_data(context).commands]
     assert ["specpilot", "export", "a 'b\" c", "--to", "engine"] in words
+
+
+def test_closing_figures_of_other_tokens_are_withheld(rested: Path, tmp_path: Path) -> None:
+    """An engine that is honest to the gate, and as `final-ar`, which no gate asks, sends one token over and over."""
+    with open_run(rested) as context:
+        attempt, worktree, _ = open_attempt(context, "*", "try")
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.001)))
+    engine, text = worktree / "fake_server.py", (worktree / "fake_server.py").read_text()
+    place = '        if body.get("stream"):'
+    assert place in text
+    lie = f'        if os.environ["SPECPILOT_VARIANT"] == "final-ar":\n            tokens = [7] * len(tokens)\n{place}'
+    engine.write_text(text.replace(place, lie))
+    claim = tmp_path / "claim.yaml"
+    claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
+    with open_run(rested) as context:
+        assessment = submit_attempt(context, attempt, claim)
+        assert assessment is not None and assessment.accepted, "the gate never asks that variant"
+    final = resume(rested, plain=True).final
+    assert set(final["variants"]) == {"ar", "stock", "final"}
+    assert list(final["withheld"]) == ["final-ar"] and "forcing.closing" in final["withheld"]["final-ar"]
+    assert not any("final-ar" in (ratio["of"], ratio["over"]) for ratio in final["ratios"])
+    journal = Journal.open(rested / JOURNAL_NAME)
+    notes = [event.data["text"] for event in journal.events(kind="note")]
+    journal.close()
+    assert sum("closing figures of final-ar are withheld" in note for note in notes) == 1
