@@ -58,7 +58,9 @@ def main() -> int:
             deployment, environment = made_up(folder)
         began = time.monotonic()
         # A memory each: what the first run learns must not change what the second tries.
-        own = [environment or {"SPECPILOT_MEMORY_URL": f"sqlite:///{folder / name}.sqlite"} for name in ("calm", "hurt")]
+        own = [
+            environment or {"SPECPILOT_MEMORY_URL": f"sqlite:///{folder / name}.sqlite"} for name in ("calm", "hurt")
+        ]
         calm = run_with_kills(deployment, folder / "calm", [], arguments=arguments, environment=own[0])
         whole = options.within or time.monotonic() - began
         generator = random.Random(options.seed)

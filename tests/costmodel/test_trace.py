@@ -151,7 +151,9 @@ def test_above_the_roof_is_reported_and_makes_up_for_nothing():
     table = gap_table(bounds(target_mlp=3.0), {"target.mlp": 2.0, "host": 0.5})
     row = next(row for row in table.rows if row.component == "target.mlp")
     assert row.ratio == 1.5 and row.recoverable_ms == 0.0 and row.expected_gain == 1.0
-    assert table.bound_ms == 3.0 and table.share_of_bound == pytest.approx(2.0 / 2.5), "the host is all that is above its bound"
+    assert table.bound_ms == 3.0 and table.share_of_bound == pytest.approx(2.0 / 2.5), (
+        "the host is all that is above its bound"
+    )
     assert any("target.mlp" in w and "150%" in w and "model is wrong" in w for w in table.warnings)
     assert any("2.500 ms" in w and "120%" in w for w in table.warnings)
 

@@ -160,7 +160,9 @@ def test_no_wake_up_shows_the_opening_of_a_prompt_to_come(engine, stream) -> Non
     # Without the chat template, which all prompts share: the code comes first.
     coded = (prompt.model_copy(update={"ids": prompt.ids[prompt.text.index("user\n") + 5 :]}) for prompt in stream)
     compare(base, candidate, coded, FEW, 0.02, regime=REGIME)
-    assert len(asked) >= 1 + 2 * 4  # warm-up, then a wake-up and a timed request in each pair, also in one that was disturbed
+    assert (
+        len(asked) >= 1 + 2 * 4
+    )  # warm-up, then a wake-up and a timed request in each pair, also in one that was disturbed
     for place, (wake, timed) in enumerate(zip(asked[1::2], asked[2::2], strict=True)):
         assert len(wake) <= 16 and not any(later[: len(wake)] == wake for later in asked[2 * place + 2 :])
         assert any(earlier[: len(wake)] == wake for earlier in asked[: 2 * place + 1]), "of a prompt that is over"
