@@ -2,7 +2,7 @@
 
 Reads files only (a checkpoint's header and digest, never its tensors); fetches nothing, so that of a target which is not
 here yet only the file's own words are checked. May import costmodel, cores, deployment, drafters, engine_tree, errors,
-evaluation.prompts and models.
+evaluation.prompts, loop.budget and models.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from specpilot.deployment import Deployment
 from specpilot.drafters import check_drafter
 from specpilot.engine_tree import EngineSpec, load_engine_spec
 from specpilot.errors import MissingModelError, ModelError, UsageError
+from specpilot.loop.budget import LEAST_MINUTES
 from specpilot.models import check_architecture, compare_digest, known_target, stamped_digest, weights_digest
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """Names in a safetensors header -> names in a deployment."""
-LEAST_MINUTES = 3.5
-"""One candidate and the closing session, as `loop.budget` reserves them; with less nothing would be measured in between."""
 LONGEST_HEADER = 1 << 27
 """Bytes; a longer header is no safetensors file."""
 

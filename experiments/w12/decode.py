@@ -23,20 +23,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from plain import EPS, add_and_norm, silu_times
+from plain import EPS, add_and_norm, gaussian, greedy, normed, silu_times
 from torch import Tensor
 
-from specpilot.kernels.w12 import gemm
 from specpilot.kernels.w12.linear import W12GateUp, W12Head, W12Linear, from_linear
 
 HIDDEN, INTER, HEADS, KV_HEADS, HEAD, VOCAB = 6656, 19968, 32, 2, 128, 202048
 DISTINCT, TIMES, CONTEXT = 13, 4, 512
 Q, KV = HEADS * HEAD, KV_HEADS * HEAD
-
-
-def gaussian(*shape: int) -> Tensor:
-    """A weight as models have them."""
-    return (torch.randn(*shape, device="cuda") * 0.02).bfloat16()
 
 
 @dataclass
@@ -111,11 +105,6 @@ def plain_pass(layers: list[Layer], last: Tensor, linear: Callable[[Layer, str, 
 def fused_pass(layers: list[Layer], last: Tensor) -> Pass:
     """Everything that the W12 kernels can take in."""
 
-    def normed(h: Tensor, gain: Tensor) -> Tensor:
-        y = torch.empty_like(h)
-        gemm.add_norm(h, gain, y, eps=EPS, dependent=True)
-        return y
-
     def run(h: Tensor, mask: Tensor) -> Tensor:
         for layer in layers:
             h = layer.packed["out"](attend(layer.packed["mixed"](normed(h, layer.before)), layer, mask), residual=h)
@@ -170,7 +159,7 @@ def main() -> None:
         ends: dict[str, tuple[Pass, Callable[[Tensor], Tensor]]] = {
             "library": (
                 plain_pass(layers, last, lambda layer, name, x: F.linear(x, getattr(layer, name))),
-                lambda x: F.linear(x, head).argmax(-1),
+                partial(greedy, head=head),
             ),
             "w12": (
                 plain_pass(layers, last, lambda layer, name, x: layer.packed[name](x)),

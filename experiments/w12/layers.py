@@ -17,11 +17,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from plain import EPS, add_and_norm, silu_times
+from plain import add_and_norm, gaussian, greedy, normed, silu_times
 from timing import time_launches
 from torch import Tensor
 
-from specpilot.kernels.w12 import gemm
 from specpilot.kernels.w12.linear import W12GateUp, W12Head, W12Linear, from_linear
 
 LAYERS = 4
@@ -30,11 +29,6 @@ TARGETS = {
     "Muse-Glimmer-30B": {"hidden": 6656, "inter": 19968, "q": 4096, "following": {8704: 52}, "vocab": 202048},
 }
 Calls = dict[str, list[Callable[[], object]]]
-
-
-def gaussian(*shape: int) -> Tensor:
-    """A weight as models have them."""
-    return (torch.randn(*shape, device="cuda") * 0.02).bfloat16()
 
 
 class Layer:
@@ -56,14 +50,8 @@ class Layer:
         """The same by the kernels of this repository."""
         out, down, following = self.packed
         h = out(attended, residual=h)
-        h = down(self.packed_gate_up(self.normed(h, self.gains[0])), residual=h)
-        return h, following(self.normed(h, self.gains[1]))
-
-    def normed(self, h: Tensor, gain: Tensor) -> Tensor:
-        """RMSNorm."""
-        y = torch.empty_like(h)
-        gemm.add_norm(h, gain, y, eps=EPS, dependent=True)
-        return y
+        h = down(self.packed_gate_up(normed(h, self.gains[0])), residual=h)
+        return h, following(normed(h, self.gains[1]))
 
 
 def time_layer(sizes: dict[str, int], rows: list[int]) -> dict[str, dict[str, tuple[float, float, float]]]:
@@ -83,11 +71,6 @@ def time_layer(sizes: dict[str, int], rows: list[int]) -> dict[str, dict[str, tu
         found[str(m)] = {name: time_launches(these * 2) for name, these in calls.items()}
         print(sizes, f"m={m}", {name: round(t[0], 1) for name, t in found[str(m)].items()}, flush=True)
     return found
-
-
-def greedy(x: Tensor, weight: Tensor) -> Tensor:
-    """The library's greedy token."""
-    return F.linear(x, weight).argmax(-1)
 
 
 def time_head(vocab: int, hidden: int, rows: list[int]) -> dict[str, dict[str, tuple[float, float, float]]]:

@@ -64,12 +64,11 @@ def start(name: str, target: Path, drafter: Path, logs: Path, more: list[str]) -
     return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
-def ask(port: int, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> bytes:
-    """One request; raises OSError."""
+def ask(port: int, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> Any:
+    """An open answer; raises OSError."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
-        return bytes(answer.read())
+    return urllib.request.urlopen(request, timeout=timeout)
 
 
 def wait(servers: dict[str, subprocess.Popen[bytes]], limit: float) -> None:
@@ -78,7 +77,7 @@ def wait(servers: dict[str, subprocess.Popen[bytes]], limit: float) -> None:
     for name, server in servers.items():
         while True:
             try:
-                ask(PORTS[name], "/health", timeout=5)
+                ask(PORTS[name], "/health", timeout=5).close()
                 break
             except OSError:
                 if server.poll() is not None or time.monotonic() > until:
@@ -91,10 +90,8 @@ def generate(port: int, seed: int) -> tuple[float, list[int]]:
     """Milliseconds a step or round between the first piece of the answer and the last, and the tokens."""
     ids = [(seed * 7919 + 31 * i) % 150000 for i in range(PROMPT)]
     sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    body = json.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True}).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", body, {"Content-Type": "application/json"})
     start, first, last = 0.0, {}, {}
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with ask(port, "/generate", {"input_ids": ids, "sampling_params": sampling, "stream": True}) as answer:
         for line in answer:
             if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
                 continue

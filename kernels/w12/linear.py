@@ -298,6 +298,16 @@ def swappable(model: nn.Module) -> list[list[str]]:
     return list(layers.values())
 
 
+def fits_tiles(weight: Tensor) -> bool:
+    """Whether a weight can be encoded and tiled: bfloat16 [N, K], K a multiple of 64, neither empty."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.dim() == 2
+        and min(weight.shape) > 0
+        and weight.shape[1] % COLUMNS == 0
+    )
+
+
 def put(model: nn.Module, names: list[str], value: nn.Module | Tensor) -> None:
     """Set a layer, parameter or buffer under all its dotted names."""
     for name in names:
@@ -310,8 +320,5 @@ def _swappable(module: nn.Module) -> bool:
         type(module) is nn.Linear
         and isinstance(module.weight, nn.Parameter)
         and not (module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))  # no other way to ask
-        and module.weight.dtype == torch.bfloat16
-        and module.out_features > 0
-        and module.in_features >= COLUMNS
-        and module.in_features % COLUMNS == 0
+        and fits_tiles(module.weight)
     )

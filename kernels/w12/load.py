@@ -12,7 +12,6 @@ tensors while it loads (the experts of a transformers mixture), the model's own 
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specpilot.kernels.w12.container.checkpoint import MANIFEST, read_manifest
+from specpilot.kernels.w12.container.checkpoint import MANIFEST, read_manifest, sha256_of
 from specpilot.kernels.w12.container.packed_file import PackedFile
 from specpilot.kernels.w12.errors import BadCheckpoint, BadRequest
 from specpilot.kernels.w12.format import Planes, decode
@@ -102,7 +101,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     for row in manifest["copied"]:
         path = folder / row["name"]
         if row["name"] == "config.json" and path.is_file():
-            if hashlib.sha256(path.read_bytes()).hexdigest() != row["sha256"]:
+            if sha256_of(path) != row["sha256"]:
                 warnings.warn(f"{path} is not the one that was packed", stacklevel=3)
     return manifest
 
@@ -110,8 +109,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _open(folder: Path, row: dict[str, Any]) -> PackedFile:
     """A file that the manifest lists, and no other: one of another checkpoint has valid sums as well."""
     file = PackedFile(folder / row["packed"])
-    header = hashlib.sha256(file.header.encode()).hexdigest()
-    if (file.size, header) != (row.get("packed_bytes", file.size), row.get("packed_header_sha256", header)):
+    found = (file.size, file.header_sha256)
+    if found != (row.get("packed_bytes", found[0]), row.get("packed_header_sha256", found[1])):
         with file:
             raise BadCheckpoint(f"{file.path} is not the file that {MANIFEST} lists", "copy the folder again.")
     return file

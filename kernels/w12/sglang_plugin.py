@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specpilot.kernels.w12.gemm import MAX_ROWS
-from specpilot.kernels.w12.layout import COLUMNS
-from specpilot.kernels.w12.linear import W12Weight, from_linear
+from specpilot.kernels.w12.linear import W12Weight, fits_tiles, from_linear
 
 VARIABLE, FREE = "SPECPILOT_SGLANG_W12", "SPECPILOT_SGLANG_W12_FREE"
 LEAST_WEIGHTS = 1 << 20
@@ -89,13 +88,7 @@ def swap(model: nn.Module, wanted: Callable[[str], object], *, free: bool = Fals
 
 def _fit(layer: nn.Module) -> bool:
     weight = getattr(layer, "weight", None)
-    return (
-        isinstance(weight, Tensor)
-        and weight.dtype == torch.bfloat16
-        and weight.dim() == 2
-        and weight.shape[1] % COLUMNS == 0
-        and weight.numel() >= LEAST_WEIGHTS
-    )
+    return isinstance(weight, Tensor) and fits_tiles(weight) and weight.numel() >= LEAST_WEIGHTS
 
 
 def register() -> None:

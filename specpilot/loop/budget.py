@@ -22,6 +22,8 @@ CLOSING_RESERVE_S = 150.0
 
 EXPECTED_ASSESS_S = 60.0
 """Seconds that measuring and judging one candidate takes, about."""
+LEAST_MINUTES = (CLOSING_RESERVE_S + EXPECTED_ASSESS_S) / 60.0
+"""One candidate and the closing session; with less nothing would be measured in between."""
 EXTENDED = "budget"
 """Meta key of the limits that `specpilot resume --minutes | --rounds` set; they hold for every later resume, too."""
 
@@ -46,11 +48,10 @@ def extend(budget: Budget, journal: Journal, minutes: float | None, rounds: int 
             raise UsageError("this run has no wall-clock limit", "leave --minutes out.")
         used = float(journal.get_meta("elapsed_s", 0.0)) / 60.0
         limits["wall_clock_minutes"] = max(now.wall_clock_minutes, used) + minutes
-        needed = (CLOSING_RESERVE_S + EXPECTED_ASSESS_S) / 60.0
-        if limits["wall_clock_minutes"] - used < needed:
+        if limits["wall_clock_minutes"] - used < LEAST_MINUTES:
             raise UsageError(
-                f"--minutes {minutes:g} is too little: one candidate and the closing session take about {needed:.1f}",
-                f"give at least {needed:.1f}.",
+                f"--minutes {minutes:g} is too little: one candidate and the closing session take about {LEAST_MINUTES:.1f}",
+                f"give at least {LEAST_MINUTES:.1f}.",
             )
     if rounds is not None:
         if not 0 < rounds or now.rounds + rounds > 1000:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,61 +17,16 @@ import pytest
 from specpilot import sandbox, sandbox_guard
 from specpilot.errors import EnvironmentProblem, UsageError
 from specpilot.sandbox import MIB, Limits, kill_leftovers, run_bounded, scrub_environment, spawn, tail_of
-
-ENV = scrub_environment({})
-QUICK = Limits(grace_s=0.3)
+from tests.helpers.commands import ENV, FAMILY, PARENT, QUICK, eventually, gone, pids_in, python
 
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Most tests look at the processes themselves, so bubblewrap is off; `confined` turns it on."""
+    """These tests look at the processes themselves, so bubblewrap is off; test_sandbox_confined.py turns it on."""
     monkeypatch.setenv("SPECPILOT_BWRAP", "0")
     sandbox.bubblewrap.cache_clear()
     yield
     sandbox.bubblewrap.cache_clear()
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code)]
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
-
-
-FAMILY = """
-    import os, subprocess, sys, time
-    sleeper = [sys.executable, "-c", "import time; time.sleep(120)"]
-    child = subprocess.Popen(sleeper)
-    own_session = subprocess.Popen(sleeper, start_new_session=True)
-    if os.fork() == 0:               # daemon: twice forked, own session, parent gone
-        os.setsid()
-        pid = os.fork()
-        if pid:
-            os._exit(0)
-        print("daemon", os.getpid(), flush=True)
-        time.sleep(120)
-    print("child", child.pid, flush=True)
-    print("session", own_session.pid, flush=True)
-    {then}
-"""
-
-
-def pids_in(log: Path, count: int = 3) -> list[int]:
-    assert eventually(lambda: len(log.read_text().split()) >= 2 * count if log.exists() else False)
-    return [int(word) for word in log.read_text().split() if word.isdigit()]
 
 
 def test_output_and_exit_status(tmp_path: Path) -> None:
@@ -161,21 +114,6 @@ def test_freeze_stops_the_clock_and_thaw_starts_it(tmp_path: Path) -> None:
         assert eventually(lambda: log.stat().st_size > before)
     finally:
         child.stop(0.0)
-
-
-PARENT = """
-    import sys, time
-    from pathlib import Path
-    from specpilot.sandbox import *
-    folder = Path(sys.argv[1])
-    child = spawn([sys.executable, "-c", Path(folder, "family.py").read_text()], cwd=folder, env=scrub_environment({}),
-                  log_path=folder / "log", limits=Limits(grace_s=0.3))
-    if sys.argv[2] == "frozen":
-        while len((folder / "log").read_text().split()) < 6: time.sleep(0.02)
-        child.freeze()
-    print(child.pid, flush=True)
-    time.sleep(120)
-"""
 
 
 @pytest.mark.parametrize("state", ["running", "frozen"])
@@ -400,129 +338,3 @@ def test_the_command_gets_none_of_the_guards_pipes(tmp_path: Path) -> None:
     done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20)
     assert (done.returncode, done.killed_for) == (0, None)
     assert done.tail.strip() == "open: ['0', '1', '2']"
-
-
-# -- inside bubblewrap -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def confined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bubblewrap as found on this machine; the test is left out where it does not work."""
-    monkeypatch.delenv("SPECPILOT_BWRAP")
-    sandbox.bubblewrap.cache_clear()
-    if sandbox.bubblewrap() is None:
-        pytest.skip("bubblewrap is not usable here")
-
-
-def test_bubblewrap_confines_writing_and_hides(confined: None, tmp_path: Path) -> None:
-    for name in ("free", "fixed", "secret"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "secret/hidden.jsonl").write_text("answers")
-    (tmp_path / "answers.txt").write_text("more answers")
-    code = f"""
-        import os
-        open({str(tmp_path / "free" / "x")!r}, "w").close()
-        for path in ({str(tmp_path / "fixed" / "x")!r}, "/etc/specpilot-test"):
-            try:
-                open(path, "w").close()
-                print("wrote", path)
-            except OSError:
-                print("refused")
-        try:
-            print(repr(open({str(tmp_path / "answers.txt")!r}).read()))
-        except OSError:
-            print("''")
-        print(os.listdir({str(tmp_path / "secret")!r}), os.getpid() < 10)
-    """
-    done = run_bounded(
-        python(code), cwd=tmp_path / "fixed", env=ENV, timeout_s=20, writable=[tmp_path / "free"],
-        readable=[tmp_path], hidden=[tmp_path / "secret", tmp_path / "answers.txt"],
-    )  # fmt: skip
-    assert done.tail.splitlines() == ["refused", "refused", "''", "[] True"], done.tail
-    assert (tmp_path / "free/x").exists()
-
-
-def test_bubblewrap_holds_against_root(confined: None, tmp_path: Path) -> None:
-    """With root's capabilities one `mount` makes everything writable again; root also owns disks and kernel settings."""
-    code = f"""
-        import ctypes, os, stat
-        libc = ctypes.CDLL(None, use_errno=True)
-        MS_REMOUNT, MS_BIND = 32, 4096
-        print(libc.mount(None, b"/", None, MS_REMOUNT | MS_BIND, None))
-        for path in ({str(tmp_path / "x")!r}, "/proc/sys/kernel/hostname"):
-            try:
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
-                print("opened", path)
-            except OSError:
-                print("refused")
-        print([n for n in os.listdir("/dev") if stat.S_ISBLK(os.lstat("/dev/" + n).st_mode)], os.listdir("/dev/shm"))
-        open("/dev/shm/left-behind", "w").close()
-    """
-    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20)
-    assert done.tail.splitlines() == ["-1", "refused", "refused", "[] []"], done.tail
-    assert not Path("/dev/shm/left-behind").exists()
-
-
-def test_bubblewrap_bounds_files_in_memory(confined: None, tmp_path: Path) -> None:
-    """Files in memory count for no process, so they would pass the memory limit until the machine runs out."""
-    if not sandbox._sizes(str(sandbox.bubblewrap())):
-        pytest.skip("this bubblewrap cannot bound them")
-    code = """
-        for folder in ("/tmp", "/dev/shm", "/dev"):
-            written = 0
-            try:
-                with open(folder + "/hoard", "wb", buffering=0) as file:
-                    while written < 64:
-                        file.write(bytes(1 << 20))
-                        written += 1
-            except OSError as error:
-                print(folder, written, error.errno, flush=True)
-        open("/dev/null", "w").write("writable")
-    """
-    limits = Limits(memory_bytes=48 * MIB)
-    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20, limits=limits)
-    assert done.returncode == 0, done.tail
-    told = {words[0]: words[1:] for words in map(str.split, done.tail.splitlines())}
-    assert int(told["/tmp"][0]) <= 24 and told["/tmp"][1] == str(errno.ENOSPC)
-    assert int(told["/dev/shm"][0]) <= 24 and told["/dev/shm"][1] == str(errno.ENOSPC)
-    assert told["/dev"] == ["0", str(errno.EROFS)]
-
-
-def test_bubblewrap_passes_exit_status_signals_and_loopback(confined: None, tmp_path: Path) -> None:
-    assert run_bounded(["sh", "-c", "exit 7"], cwd=tmp_path, env=ENV, timeout_s=20).returncode == 7
-    crash = python("import os; os.kill(os.getpid(), 11)")
-    assert run_bounded(crash, cwd=tmp_path, env=ENV, timeout_s=20).returncode == -signal.SIGSEGV
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        code = (
-            f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5); print('connected')"
-        )
-        assert run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20).tail == "connected\n"
-
-
-def test_bubblewrap_processes_can_be_frozen_and_none_survives(confined: None, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    child = spawn(python(FAMILY.format(then="time.sleep(120)")), cwd=tmp_path, env=ENV, log_path=log, limits=QUICK)
-    pids_in(log)  # ids inside the namespace; the host's are asked for below
-    family = child.processes()
-    assert len(family) >= 5
-    child.freeze()
-    states = {process.status() for process in family}
-    assert psutil.STATUS_STOPPED in states and states <= {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
-    child.thaw()
-    child.stop()
-    assert all(eventually(lambda p=process: gone(p.pid)) for process in family)
-
-
-def test_bubblewrap_and_kill_9_of_the_parent(confined: None, tmp_path: Path) -> None:
-    (tmp_path / "family.py").write_text(textwrap.dedent(FAMILY.format(then="time.sleep(120)")))
-    parent = subprocess.Popen([*python(PARENT), str(tmp_path), "running"], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    parent.stdout.readline()
-    pids_in(tmp_path / "log")
-    family = psutil.Process(parent.pid).children(recursive=True)
-    assert len(family) >= 6
-    parent.kill()
-    parent.communicate()
-    assert all(eventually(lambda p=process: gone(p.pid)) for process in family)

@@ -91,14 +91,14 @@ def pack(
         rows: list[dict[str, Any]] = []
         for name in weights:
             path, packed_name = checkpoint / name, name.removesuffix(".safetensors") + SUFFIX
-            before, digest = _identity(path), _sha256(path)
+            before, digest = _identity(path), sha256_of(path)
             with SafetensorsFile(path) as source:
                 progress(f"packing {name}: {len(source.entries)} tensors, {source.size / 1e9:.2f} GB")
                 files[name] = pack_file(source, work / packed_name, table_is_head, row_block, max_escape_rate)
             if _identity(path) != before:
                 raise BadCheckpoint(f"{path} changed while it was packed", "wait until it is complete, and pack again.")
             with SafetensorsFile(work / packed_name) as made:
-                size, header = made.size, hashlib.sha256(made.header.encode()).hexdigest()
+                size, header = made.size, made.header_sha256
             rows.append(
                 {
                     **{"name": name, "packed": packed_name, "bytes": before[0], "sha256": digest},
@@ -336,7 +336,7 @@ def _copy_with_sum(source: Path, to: Path, name: str) -> dict[str, Any]:
     target = to / name
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source / name, target)
-    return {"name": name, "bytes": target.stat().st_size, "sha256": _sha256(target)}
+    return {"name": name, "bytes": target.stat().st_size, "sha256": sha256_of(target)}
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
@@ -344,7 +344,8 @@ def _identity(path: Path) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Hexadecimal digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

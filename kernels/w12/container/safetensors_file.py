@@ -8,6 +8,7 @@ except that a type it does not know is carried along: its bytes are copied, what
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -58,6 +59,11 @@ class SafetensorsFile:
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def header_sha256(self) -> str:
+        """Hexadecimal digest of the header: of a packed file, it holds the digests of all planes."""
+        return hashlib.sha256(self.header.encode()).hexdigest()
 
     def __enter__(self) -> Self:
         return self
