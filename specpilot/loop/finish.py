@@ -38,7 +38,9 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
             variants,
             prompts=CLOSING_PROMPTS,
             which="hidden",
-            judged=lambda found, legs, block: _judged(context, short, found, legs, block),
+            judged=None
+            if head == first
+            else lambda *measured: _judged(context, short, *measured),  # stock is what it is
         ),
     )
     observe(context, f"final/{short}/gaps", head, roofs_now=True)
