@@ -21,11 +21,11 @@ TARGET = [11, 12, 13, 14, 15, 16, 17, 18]
 
 
 class Reference:
-    """Knows one answer; any other token is one nat worse."""
+    """Knows one answer; any other token is one nat worse, but tokens from 1000 on only so many thousandths."""
 
     def score(self, ids: list[int], start: int, top: int = 2) -> Sequence[Any]:
         return [
-            position(token, right, 0.0 if token == right else 1.0, start + k)
+            position(token, right, 0.0 if token == right else max(token - 1000, 0) / 1000 or 1.0, start + k)
             for k, (token, right) in enumerate(zip(ids[start:], TARGET, strict=True))
         ]
 
@@ -61,6 +61,37 @@ def test_one_wrong_token_withholds_the_figures(name: str) -> None:
 def test_the_untouched_engines_are_not_judged() -> None:
     """They are code that the user gave; `ar` may round where the reference does not."""
     assert faults(session(ar=[{"output": [7] * 8}], stock=[{"output": [7] * 8}])) == {}
+
+
+def off(thousandths: int) -> dict[str, Any]:
+    """An answer with one token so far from the reference's."""
+    return {"output": [*TARGET[:3], 1000 + thousandths, *TARGET[4:]]}
+
+
+@pytest.mark.parametrize(
+    ("shown", "found", "withheld"),
+    [
+        (50, 80, False),  # within twice what the untouched engine shows
+        (50, 101, True),
+        (0, 80, True),  # nothing shown: the reference's own epsilon of 0.02
+        (400, 499, False),
+        (400, 501, True),  # never beyond half a nat
+    ],
+)
+def test_final_ar_may_round_as_the_untouched_ar_does(shown: int, found: int, withheld: bool) -> None:
+    legs = session(ar=[off(shown) if shown else {}, {}], stock=[{}, {}], final_ar=[{}, off(found)])
+    assert list(faults(legs)) == (["final-ar"] if withheld else [])
+
+
+def test_final_is_held_to_the_reference_alone() -> None:
+    assert list(faults(session(ar=[off(50)], stock=[{}], final=[off(30)]))) == ["final"]
+
+
+def test_final_ar_is_held_to_the_share_of_tokens_that_ar_shows_unlike() -> None:
+    """One in 24 of `ar` against all but one of `final-ar`."""
+    strange = {"output": [1030] * 7 + TARGET[7:]}
+    legs = session(ar=[off(50), {}, {}], stock=[{}, {}, {}], final_ar=[dict(strange) for _ in range(3)])
+    assert "21 near-ties" in faults(legs)["final-ar"]
 
 
 @pytest.mark.parametrize(
