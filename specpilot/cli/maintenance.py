@@ -15,7 +15,7 @@ import typer
 from specpilot.cli.options import folder_size, size_text
 from specpilot.errors import SpecPilotError, TamperedEvidenceError
 from specpilot.journal import Journal
-from specpilot.paths import JOURNAL_NAME, models_dir, runs_dir
+from specpilot.paths import JOURNAL_NAME, all_runs, models_dir, runs_dir
 from specpilot.run_lock import RunLock
 from specpilot.sandbox import kill_leftovers
 from specpilot.workspace import Workspace
@@ -28,6 +28,13 @@ class Leftover:
     what: str
     size: int
     remove: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Unclear:
+    """A folder that cannot be looked into: named, and left for its owner to judge."""
+
+    what: str
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +53,11 @@ def gc(
 
     Uncommitted work in a worktree is saved as a patch in the run's saved/ folder first.
     """
-    found = list(leftovers(older_than))
+    seen = list(leftovers(older_than))
+    for unclear in seen:
+        if isinstance(unclear, Unclear):
+            typer.echo(f"left alone: {unclear.what}")
+    found = [item for item in seen if isinstance(item, Leftover)]
     for item in found:
         typer.echo(f"{'removing' if apply else 'found'}: {item.what} ({size_text(item.size)})")
         if apply:
@@ -60,26 +71,32 @@ def gc(
         typer.echo(f"{len(found)} things, {total}; `specpilot gc --apply` removes them")
 
 
-def leftovers(older_than_days: float | None = None) -> Iterator[Leftover]:
-    """Everything that can go, found afresh."""
-    folders = sorted(runs_dir().iterdir()) if runs_dir().is_dir() else []
-    for folder in folders:
-        if folder.is_dir() and RunLock.holder(folder) is None:
-            yield from _of_run(folder, older_than_days)
+def leftovers(older_than_days: float | None = None) -> Iterator[Leftover | Unclear]:
+    """Everything that can go, found afresh, in the runs folder and in those of `optimize --run-dir`."""
+    inside = [path for path in runs_dir().iterdir() if path.is_dir()] if runs_dir().is_dir() else []
+    for folder in sorted({path.resolve() for path in (*inside, *all_runs())}):
+        try:
+            if RunLock.holder(folder) is None:
+                yield from _of_run(folder, older_than_days)
+        except OSError as error:  # somebody else's folder, a disk that is gone
+            yield Unclear(f"{folder}: {error.strerror or error}")
     if models_dir().is_dir():
         for path in [*models_dir().glob(".*.part"), *(models_dir() / "downloads").glob(".part-*")]:
             if not _recent(path):
                 yield Leftover(f"half-made download {path}", folder_size(path), lambda p=path: shutil.rmtree(p))  # type: ignore[misc]
 
 
-def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover]:
+def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover | Unclear]:
+    if not (folder / JOURNAL_NAME).exists() and not (folder / "repo").exists():
+        if not _recent(folder):
+            yield Leftover(f"{folder}, which holds no run", folder_size(folder), lambda: shutil.rmtree(folder))
+        return
     try:
         journal = Journal.open(folder / JOURNAL_NAME)
     except TamperedEvidenceError:
         return  # whoever looks into it wants it as it is
-    except SpecPilotError:
-        if not _recent(folder):
-            yield Leftover(f"{folder}, which is no readable run", folder_size(folder), lambda: shutil.rmtree(folder))
+    except SpecPilotError as error:  # a damaged journal beside good commits, a full disk: no reason to delete a run
+        yield Unclear(f"{folder}: {error.message}")
         return
     recorded = [(row.pid, row.pgid, row.start_time) for row in journal.live_processes()]
     ended = journal.get_meta("stop_reason") is not None

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from specpilot import __version__
 from specpilot.cli import main
 from specpilot.contracts import AttemptState, Reason
 from specpilot.journal import Journal
-from specpilot.paths import JOURNAL_NAME, runs_dir
+from specpilot.paths import JOURNAL_NAME, register_run, runs_dir
 from specpilot.run_lock import RunLock
 from specpilot.workspace import Workspace
 from tests.specpilot.test_engine_tree import TOML
@@ -260,10 +261,7 @@ def test_gc_lists_and_removes_leftovers_of_ended_runs_only(tmp_path: Path) -> No
     orphan.wait(10)
     assert not list((run / "worktrees").iterdir()) and len(list((run / "saved").glob("w-*.patch"))) == 1
     assert "nothing to clean" in specpilot("gc", "--apply").stdout
-    old = time.time() - 40 * 86400
-    os.utime(run / JOURNAL_NAME, (old, old))
-    for extra in run.glob(f"{JOURNAL_NAME}-*"):
-        extra.unlink()
+    aged(run)
     assert "ended 40 days ago" in specpilot("gc", "--older-than", "30", "--apply").stdout
     assert not run.exists()
 
@@ -296,9 +294,71 @@ def test_gc_spares_the_worktree_of_an_open_outside_attempt(tmp_path: Path) -> No
     assert (run / "worktrees/x-1/new.py").read_text() == "unsaved"
     (run / "worktrees/x-1.brief.txt").write_text("what to do")  # no worktree
     assert "nothing to clean" in specpilot("gc", "--apply").stdout
-    old = time.time() - 40 * 86400
-    os.utime(run / JOURNAL_NAME, (old, old))
+    aged(run)
     assert "nothing to clean" in specpilot("gc", "--older-than", "30", "--apply").stdout
+
+
+def aged(folder: Path, days: float = 40) -> None:
+    """Folder and journal look `days` days old; SQLite's side files go, as after a clean end."""
+    for extra in folder.glob(f"{JOURNAL_NAME}-*"):
+        extra.unlink()
+    for path in (*folder.glob(JOURNAL_NAME), folder):
+        os.utime(path, (time.time() - days * 86400,) * 2)
+
+
+def damage(run: Path) -> None:
+    with (run / JOURNAL_NAME).open("r+b") as file:
+        file.write(b"not a database at all")
+
+
+def test_gc_leaves_a_run_alone_whose_journal_is_damaged(tmp_path: Path) -> None:
+    run = make_run()
+    (run / "repo").mkdir()
+    damage(run)
+    bare, lost = make_run("20260101-000000-d-bbbb"), make_run("20260101-000000-d-cccc")
+    damage(bare)
+    (lost / "repo").mkdir()
+    (lost / JOURNAL_NAME).unlink()
+    half = runs_dir() / "20260101-000000-d-dddd"  # ended before it wrote anything
+    half.mkdir()
+    (half / "run.lock").touch()
+    for folder in (run, bare, lost, half):
+        aged(folder)
+    done = specpilot("gc", "--apply", "--older-than", "0")
+    assert done.returncode == 0 and "removed 1 things" in done.stdout
+    assert {path.name for path in runs_dir().iterdir()} == {run.name, bare.name, lost.name}
+    for folder in (run, bare):
+        assert f"left alone: {folder}: {folder / JOURNAL_NAME} is damaged" in done.stdout
+    assert f"left alone: {lost}: " in done.stdout
+
+
+def test_gc_deletes_no_run_because_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    (run / "repo").mkdir()
+    aged(run)
+
+    def full(*_: object, **__: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("specpilot.journal.sqlite3.connect", full)
+    done = specpilot("gc", "--apply")
+    assert done.returncode == 0 and "no space left on the disk" in done.stdout and "nothing to clean" in done.stdout
+    assert (run / JOURNAL_NAME).is_file() and (run / "repo").is_dir()
+
+
+def test_gc_finds_runs_that_were_put_elsewhere(tmp_path: Path) -> None:
+    elsewhere = make_run().rename(tmp_path / "elsewhere")
+    register_run(elsewhere)
+    journal = Journal.open(elsewhere / JOURNAL_NAME)
+    journal.set_meta("stop_reason", "rounds-done")
+    journal.close()
+    aged(elsewhere)
+    assert "nothing to clean" in specpilot("gc", "--apply").stdout
+    with RunLock(elsewhere):
+        assert "nothing to clean" in specpilot("gc", "--apply", "--older-than", "30").stdout
+    aged(elsewhere)
+    assert "run elsewhere, ended 40 days ago" in specpilot("gc", "--apply", "--older-than", "30").stdout
+    assert not elsewhere.exists()
 
 
 def test_export_refuses_a_folder_in_use(tmp_path: Path) -> None:
