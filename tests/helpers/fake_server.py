@@ -7,7 +7,7 @@ commit that changes that file is a candidate engine. Standard library only; impo
 runs as an engine's process from a copied tree: one long file on purpose, so that the tree is this file and its
 settings. `write_fake_tree` makes such a tree.
 
-Run: python fake_server.py --port P [--host H] [--target DIR] [--drafter X] [--no-speculation]
+Run: python fake_server.py --port P [--host H] [--target DIR] [--drafter X] [--no-speculation] [--pace SHARE]
 """
 
 from __future__ import annotations
@@ -148,8 +148,9 @@ def predict(context: list[int], salt: str = "") -> Prediction:
 class FakeModel:
     """Chooses tokens under a behaviour; holds counters and the cheats' memory."""
 
-    def __init__(self, behaviour: Behaviour, speculative: bool) -> None:
+    def __init__(self, behaviour: Behaviour, speculative: bool, pace: float = 1.0) -> None:
         self.behaviour = behaviour
+        self.pace = pace
         self.speculative = speculative and not behaviour.speculation_off
         self.lock = threading.Lock()
         self.requests = 0
@@ -210,7 +211,8 @@ class FakeModel:
         return tuple(prompt[-self.behaviour.replay_suffix :]) if self.behaviour.replay_suffix else ()
 
     def wait(self, seconds: float) -> None:
-        """Passes time, asleep or busy, with the behaviour's jitter."""
+        """Passes this variant's share of the time, asleep or busy, with the behaviour's jitter."""
+        seconds *= self.pace
         if self.behaviour.jitter:
             with self.lock:
                 seconds *= max(0.1, self.random.gauss(1.0, self.behaviour.jitter))
@@ -426,10 +428,11 @@ def build(
     host: str = "127.0.0.1",
     speculative: bool = True,
     info: dict[str, Any] | None = None,
+    pace: float = 1.0,
 ) -> FakeHTTPServer:
     """A bound, not yet serving server (port 0: any free one)."""
     server = FakeHTTPServer((host, port), Handler)
-    server.model = FakeModel(behaviour, speculative)  # type: ignore[attr-defined]
+    server.model = FakeModel(behaviour, speculative, pace)  # type: ignore[attr-defined]
     server.info = info or {}  # type: ignore[attr-defined]
     return server
 
@@ -468,6 +471,7 @@ def main() -> None:
     parser.add_argument("--target", default="")
     parser.add_argument("--drafter", default="none")
     parser.add_argument("--no-speculation", action="store_true")
+    parser.add_argument("--pace", type=float, default=1.0, help="share of the behaviour's delays that pass")
     arguments = parser.parse_args()
     behaviour = load_behaviour(Path.cwd())
     if behaviour.fail_start:
@@ -479,7 +483,9 @@ def main() -> None:
         threading.Thread(target=_burn, daemon=True).start()
     speculative = not arguments.no_speculation
     info = describe(behaviour, arguments.target, arguments.drafter, speculative)
-    server = build(behaviour, arguments.port, host=arguments.host, speculative=speculative, info=info)
+    server = build(
+        behaviour, arguments.port, host=arguments.host, speculative=speculative, info=info, pace=arguments.pace
+    )
     print(f"fake engine on {arguments.port}, {len(ballast)} MiB of ballast", flush=True)
     server.serve_forever()
 
@@ -500,7 +506,7 @@ command = ["{python}", "fake_server.py", "--port", "{port}", "--host", "{host}",
 [variants]
 stock = []
 ar = ["--no-speculation"]
-reference = ["--no-speculation"]
+reference = ["--no-speculation", "--pace", "0"]
 final = []
 final-ar = ["--no-speculation"]
 

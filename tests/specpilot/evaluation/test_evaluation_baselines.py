@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from specpilot.contracts import Leg
@@ -39,11 +41,14 @@ def test_four_figures(engine, prompts) -> None:
     # every prompt: all four, each time another one first
     assert [name for name, _ in heard[0::4]] == ["ar", "stock", "final", "final-ar", "ar"]
     # three tokens per round of 30 ms against one per 20 ms; then half the round time
-    assert found.ratio("stock", "ar").ratio == pytest.approx(2.0, rel=0.4)
+    assert found.ratio("final", "ar").ratio > found.ratio("stock", "ar").ratio > 1.2
     final = found.ratio("final", "stock")
-    assert final.ratio == pytest.approx(2.0, rel=0.4) and final.low < final.median < final.high
-    assert len(final.pairs) == 5
-    assert found.ratio("final", "ar").ratio == pytest.approx(4.0, rel=0.5)
+    assert final.ratio > 1.2 and final.low < final.median < final.high
+    # what the client's own clock says of every answer, worked out once more
+    rates = {name: [g.decoded / g.decode_s for leg in legs for g in leg.generations] for name, legs in kept.items()}
+    assert final.pairs == pytest.approx([a / b for a, b in zip(rates["final"], rates["stock"], strict=True)])
+    assert final.ratio == pytest.approx(statistics.geometric_mean(final.pairs)) and len(final.pairs) == 5
+    assert final.median == pytest.approx(statistics.median(final.pairs))
     assert found.variants["stock"].accepted_length == 3.0
     assert found.variants["ar"].accepted_length == found.variants["final-ar"].accepted_length == 1.0
     stock = found.variants["stock"]

@@ -23,7 +23,7 @@ from tests.helpers.fake_server import Behaviour
 from tests.helpers.killing import COMMAND
 from tests.specpilot.loop.setting import fake_setting, patch_between, remember
 
-STOCK = Behaviour(round_s=0.004)
+STOCK = Behaviour(round_s=0.006)
 
 
 def stop_reason(run: Path) -> str:
@@ -39,7 +39,7 @@ def test_wall_clock_ends_a_run_with_what_it_has(tmp_path: Path, monkeypatch: pyt
     deployment = fake_setting(tmp_path, STOCK)
     memory = f"sqlite:///{tmp_path / 'memory.sqlite'}"
     with MemoryStore(memory, seed_folder=None) as store:
-        remember(store, "faster", patch_between(STOCK, replace(STOCK, round_s=0.001)))
+        remember(store, "faster", patch_between(STOCK, replace(STOCK, round_s=0.0015)))
     monkeypatch.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
     outcome = optimize(deployment, tmp_path / "run", plain=True, memory=memory)
     assert outcome.stop is StopReason.budget_wall_clock
@@ -56,7 +56,7 @@ def test_a_spent_run_can_be_given_more(tmp_path: Path, monkeypatch: pytest.Monke
     deployment = fake_setting(tmp_path, STOCK)
     memory = f"sqlite:///{tmp_path / 'memory.sqlite'}"
     with MemoryStore(memory, seed_folder=None) as store:
-        remember(store, "faster", patch_between(STOCK, replace(STOCK, round_s=0.001)))
+        remember(store, "faster", patch_between(STOCK, replace(STOCK, round_s=0.0015)))
     with monkeypatch.context() as spent:
         spent.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
         assert optimize(deployment, tmp_path / "run", plain=True, memory=memory).stop is StopReason.budget_wall_clock

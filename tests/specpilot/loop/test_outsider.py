@@ -22,7 +22,7 @@ from tests.helpers.fake_server import Behaviour
 from tests.specpilot.loop.setting import fake_setting, text_of
 from tests.specpilot.test_cli import specpilot
 
-STOCK = Behaviour(round_s=0.008)
+STOCK = Behaviour(round_s=0.016)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_resuming_an_ended_run_costs_none_of_its_time(rested: Path) -> None:
 def test_a_rejected_attempt_exits_10_and_an_accepted_one_0(rested: Path, tmp_path: Path) -> None:
     code, attempt, words = submit(rested, replace(STOCK, token_s=0.004), tmp_path)
     assert code == 10 and f"{attempt} rejected (no-gain): " in words
-    code, attempt, words = submit(rested, replace(STOCK, round_s=0.003), tmp_path)
+    code, attempt, words = submit(rested, replace(STOCK, round_s=0.008), tmp_path)
     assert code == 0 and f"{attempt} accepted: " in words
     journal = Journal.open(rested / JOURNAL_NAME)
     assert [row.state for row in journal.attempts()] == [AttemptState.rejected, AttemptState.merged]
@@ -85,7 +85,7 @@ def test_an_attempt_that_the_clock_left_waiting_is_judged_later(
     """Neither dropped nor lost: by a later round of the run, or by submitting it once more at rest."""
     with open_run(rested) as context:
         attempt, worktree, _ = open_attempt(context, "*", "try")
-    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.0016)))
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.004)))
     claim = tmp_path / "claim.yaml"
     claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
     with RunLock(rested), open_run(rested) as context:
@@ -123,7 +123,7 @@ def test_closing_figures_of_other_tokens_are_withheld(rested: Path, tmp_path: Pa
     """An engine that is honest to the gate, and as `final-ar`, which no gate asks, sends one token over and over."""
     with open_run(rested) as context:
         attempt, worktree, _ = open_attempt(context, "*", "try")
-    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.001)))
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.002)))
     engine, text = worktree / "fake_server.py", (worktree / "fake_server.py").read_text()
     place = '        if body.get("stream"):'
     assert place in text

@@ -65,7 +65,10 @@ def test_every_shipped_effect_follows_from_its_samples_and_every_patch_fits() ->
 
 
 def test_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rounds of 12 ms, 6 ms with the requirement, 3 ms with the mechanism: confirmed on top of the requirement."""
+    """Rounds of 12 ms, 6 ms with the requirement, 3 ms with the mechanism: confirmed on top of the requirement.
+
+    What a busy machine makes of the second halving is not bounded here, only that it is one.
+    """
     deployment = fake_setting(tmp_path, STOCK)
     url = f"sqlite:///{tmp_path / 'memory.sqlite'}"
     half, quarter = replace(STOCK, round_s=0.006), replace(STOCK, round_s=0.003)
@@ -76,10 +79,12 @@ def test_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     code = LoopReplay().replay(chain, str(deployment.folder), url)
     out = capsys.readouterr().out
     assert code == 0, out
-    assert "measured again on fake: 1." in out and "pairs: confirmed; stored before: none" in out
     with MemoryStore(url, seed_folder=None) as store:
         found = store.get("quarter")
-        assert found.status == "verified" and 1.2 < found.effects[0].ratio < 2.2
+        (seen,) = found.effects
+        assert found.status == "verified" and 1.2 < seen.ratio and 1.0 < seen.low < seen.ratio < seen.high
+        told = f"{seen.ratio:.3f}x [{seen.low:.3f}, {seen.high:.3f}] over {len(seen.samples)} pairs"
+        assert f"measured again on fake: {told}: confirmed; stored before: none" in out
         assert store.get("half").effects == [] and store.stats().recalled == 0
     (run,) = runs_dir().glob("*-replay-quarter")
     assert list((run / "worktrees").iterdir()) == []
