@@ -164,17 +164,30 @@ def sheet_for_gpu(name: str) -> Hardware:
     )
 
 
-def resolve_hardware(name: str, cache: Path, *, prefer: str | None = None, remeasure: bool = False) -> Hardware:
-    """Return the machine for a deployment's `hardware` field.
+def sheet_of(name: str, *, prefer: str | None = None) -> Hardware | None:
+    """The datasheet that a deployment's `hardware` field means; None where it means this CPU, which is measured.
 
-    `auto` means the GPU's datasheet where there is one (unless `prefer` is `cpu`), else this CPU, measured once and
-    kept in the JSON file `cache`. `cpu` always means this CPU, measured. Anything else is a sheet's name or path.
+    `prefer`: what the engine runs on, `cpu` or `gpu`, where it says so. `auto` is this CPU for an engine of the CPU, whatever
+    cards the machine holds, and else the datasheet of the first GPU, or without one this CPU. `cpu` always means this CPU.
+    Raises `CostModelError` for a name without a sheet, a GPU without one, and an engine of the GPU where none is found.
+    """
+    if name == "cpu" or (name == "auto" and prefer == "cpu"):
+        return None
+    if name != "auto":
+        return load_sheet(name)
+    found = gpu_name()
+    if found is None and prefer == "gpu":
+        raise CostModelError(
+            "the engine runs on a GPU and nvidia-smi reports none here: mend the driver, or name a sheet as `hardware`"
+        )
+    return sheet_for_gpu(found) if found else None
+
+
+def resolve_hardware(name: str, cache: Path, *, prefer: str | None = None, remeasure: bool = False) -> Hardware:
+    """Return the machine for a deployment's `hardware` field, as `sheet_of` reads it.
+
+    This CPU is measured once and kept in the JSON file `cache`.
     """
     from .probe import measured_machine
 
-    if name == "auto":
-        found = None if prefer == "cpu" else gpu_name()
-        return sheet_for_gpu(found) if found else measured_machine(cache, remeasure=remeasure)
-    if name == "cpu":
-        return measured_machine(cache, remeasure=remeasure)
-    return load_sheet(name)
+    return sheet_of(name, prefer=prefer) or measured_machine(cache, remeasure=remeasure)

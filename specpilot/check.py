@@ -1,6 +1,6 @@
 """Does a deployment hold together? Everything that can be known without running an engine, before anything is spent.
 
-Reads files only (a checkpoint's header and digest, never its tensors); fetches nothing, so that of a target which is not
+Reads files only (a checkpoint's header and digest, never its tensors) and asks nvidia-smi for a GPU's name; fetches nothing, so that of a target which is not
 here yet only the file's own words are checked. May import costmodel, cores, deployment, drafters, engine_tree, errors,
 evaluation.prompts, loop.budget and models.
 """
@@ -36,10 +36,9 @@ def check(deployment: Deployment) -> None:
     spec = load_engine_spec(deployment.engine_tree())
     spec.tunables_text(deployment.engine.tunables)
     _check_threads(deployment)
-    if deployment.hardware not in ("auto", "cpu"):
-        from specpilot.costmodel.hardware import load_sheet
+    from specpilot.costmodel.hardware import sheet_of
 
-        load_sheet(deployment.hardware)
+    sheet_of(deployment.hardware, prefer=spec.device)
     _check_files(deployment)
     target = known_target(deployment)
     if target is not None:

@@ -275,7 +275,7 @@ class Deployment(Section):
     target: TargetSpec
     drafter: DrafterSpec
     hardware: str = "auto"
-    """`auto` (measure this machine) or the name of a hardware sheet."""
+    """`auto` (what the engine's `device` says: this CPU, measured, or the GPU's sheet), `cpu`, or a sheet's name or path."""
     regime: Regime = Field(default_factory=Regime)
     workload: Workload
     engine: EngineChoice = Field(default_factory=EngineChoice)

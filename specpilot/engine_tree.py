@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -114,6 +114,8 @@ class EngineSpec(BaseModel):
     description: str = ""
     max_len: int | None = Field(None, ge=2)
     """Longest prompt plus answer, in tokens, that the server takes as it is launched; null: the target alone limits it."""
+    device: Literal["cpu", "gpu"] | None = None
+    """What the engine computes on: `hardware: auto` then means this CPU, or the GPU. Null: the GPU where there is one."""
     launch: Launch
     variants: dict[str, list[str]]
     readiness: Readiness = Field(default_factory=Readiness)

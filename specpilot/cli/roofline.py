@@ -16,6 +16,7 @@ from specpilot.cli.options import Overrides, load
 from specpilot.contracts import GapTable
 from specpilot.costmodel import speculation
 from specpilot.deployment import Deployment
+from specpilot.engine_tree import load_engine_spec
 from specpilot.errors import SpecPilotError, UsageError
 from specpilot.journal import Journal
 from specpilot.paths import JOURNAL_NAME, find_run, machine_file
@@ -66,7 +67,8 @@ def _show_bounds(chosen: Deployment, remeasure: bool, bits: float, accepted_leng
     from specpilot.models import ensure_models
 
     models = ensure_models(chosen, progress=lambda text: typer.echo(f"... {text}", err=True))
-    hardware = costmodel.resolve_hardware(chosen.hardware, machine_file(), remeasure=remeasure)
+    device = load_engine_spec(chosen.engine_tree()).device
+    hardware = costmodel.resolve_hardware(chosen.hardware, machine_file(), prefer=device, remeasure=remeasure)
     drafter: Path | str = models.drafter if models.drafter in ("ngram", "none") else Path(models.drafter)
     tables = {"ar": costmodel.analyse(None, models.target_dir, None, hardware, regime(chosen, hardware, 1, bits))}
     rows = verified_rows(drafter)

@@ -17,7 +17,7 @@ from specpilot.paths import machine_file
 
 def machine_facts(context: RunContext) -> dict[str, Any]:
     """Measured roofs and software versions, JSON-ready."""
-    hardware = resolve_hardware(context.deployment.hardware, machine_file())
+    hardware = resolve_hardware(context.deployment.hardware, machine_file(), prefer=context.spec.device)
     return {"hardware": hardware.as_dict(), "software": _software()}
 
 
