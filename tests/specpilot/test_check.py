@@ -14,7 +14,7 @@ import yaml
 from specpilot.check import LEAST_MINUTES, check, most_new_tokens, weights_dtype
 from specpilot.deployment import Deployment, load_deployment
 from specpilot.engine_tree import load_engine_spec
-from specpilot.errors import DigestError, ModelError, UsageError
+from specpilot.errors import DigestError, MissingModelError, ModelError, UsageError
 from specpilot.loop import budget
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,22 @@ def test_a_sound_deployment_passes(folder: Path) -> None:
     check(load(folder))
     check(load(folder, f"engine.threads={len(os.sched_getaffinity(0))}"))
     check(load(folder, "regime.input_tokens=768"))  # with 256 natural tokens: 1024, the model's last position
+
+
+def test_weights_in_shards_are_weights(folder: Path) -> None:
+    target = folder / "target"
+    (target / "model.safetensors").unlink()
+    lines = ""
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        lines += f"{safetensors(target / name, **{name[:11]: ('BF16', 64)})}  {name}\n"
+    digest = hashlib.sha256(lines.encode()).hexdigest()
+    check(load(folder, f"target.sha256={digest}"))
+    with pytest.raises(DigestError, match=digest):
+        check(load(folder))
+    for path in target.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(MissingModelError, match="model.safetensors"):
+        check(load(folder))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from slim_engine.counters import COUNTERS
 from slim_engine.target import Segment
 from transformers import AutoModelForCausalLM
@@ -41,6 +42,21 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     }
     (made / "config.json").write_text(json.dumps(config))
     return made
+
+
+def test_a_sharded_checkpoint_is_the_same_model(llama: Path, tmp_path: Path) -> None:
+    """Shards as transformers itself writes them."""
+    AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-0000?-of-*.safetensors"))
+    assert len(shards) > 1 and not (tmp_path / "model.safetensors").exists()
+    assert sum(len(load_file(path)) for path in shards) == len(load_file(llama / "model.safetensors"))
+    logits = []
+    for folder in (llama, tmp_path):
+        models = engine(folder).models
+        with torch.inference_mode():
+            hidden, _ = models.target.forward([Segment(PROMPT, models.target.pool.take())])
+            logits.append(models.head.logits(hidden))
+    assert torch.equal(logits[0], logits[1])
 
 
 def test_logits_match_transformers(folder: Path) -> None:
