@@ -6,13 +6,16 @@ Screening decides nothing: the best setting becomes a candidate like any other, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 from specpilot.agents import SearchWorker, WorkContext
 from specpilot.agents.search import Trial
-from specpilot.evaluation.errors import EngineError
+from specpilot.evaluation.errors import CandidateFailed, blame_candidate
 from specpilot.evaluation.lease import DeviceLease
 from specpilot.evaluation.legs import decode_rate, require_full, run_leg
+from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
 from specpilot.evidence import seal_file
 from specpilot.loop.assess import patiently
@@ -74,13 +77,13 @@ def _screen(context: RunContext, key: str, base: EngineServer, work: WorkContext
     prompts = context.prompts(f"{key}-{trial.number}").take("tuning", (SCREENING_PROMPTS + 1) * regime.concurrency)
     batches = [prompts[i : i + regime.concurrency] for i in range(0, len(prompts), regime.concurrency)]
 
-    def rate(server: EngineServer, index: int) -> float:
+    def rate(server: EngineServer, batch: Sequence[Prompt]) -> float:
         server.thaw()
         try:
             server.client.flush_cache()
             leg = run_leg(
                 server,
-                batches[index],
+                batch,
                 concurrency=regime.concurrency,
                 max_new_tokens=tokens,
                 temperature=regime.temperature,
@@ -92,12 +95,32 @@ def _screen(context: RunContext, key: str, base: EngineServer, work: WorkContext
             server.freeze()
 
     try:
-        with context.engine(commit, "final", f"{key}-{trial.number}") as tried, DeviceLease("cpu", f"screening {name}"):
-            rate(tried, 0)
-            logs = [math.log(rate(tried, i) / rate(base, i)) for i in range(1, SCREENING_PROMPTS + 1)]
-    except EngineError as error:
-        if base.child.poll() is None:
-            context.say("note", level="info", text=f"search: {trial.values} failed: {error.message.splitlines()[0]}")
-            return None
-        raise
+        return screened(context.engine(commit, "final", f"{key}-{trial.number}"), base, batches, rate)
+    except CandidateFailed as error:
+        context.say("note", level="info", text=f"search: {trial.values} failed: {error.detail.splitlines()[0]}")
+        return None
+
+
+def screened(
+    starting: AbstractContextManager[EngineServer],
+    base: EngineServer,
+    batches: Sequence[Sequence[Prompt]],
+    rate: Callable[[EngineServer, Sequence[Prompt]], float],
+) -> float:
+    """Geometric mean, over all batches but the first, of a trial's rate over the base's. The first only warms the trial's engine.
+
+    Raises CandidateFailed when the trial's engine fails. An `EngineError` of the base passes as it is, whether its process lives
+    or not: it says nothing about the trial.
+    """
+    with ExitStack() as stack:
+        with blame_candidate():
+            tried = stack.enter_context(starting)
+        stack.enter_context(DeviceLease("cpu", f"screening {tried.commit[:12]}"))
+        with blame_candidate():
+            rate(tried, batches[0])
+        logs = []
+        for batch in batches[1:]:
+            with blame_candidate():
+                found = rate(tried, batch)
+            logs.append(math.log(found / rate(base, batch)))
     return math.exp(sum(logs) / len(logs))
