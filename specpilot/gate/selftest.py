@@ -7,7 +7,6 @@ the run. The A/A pair and the honest control run alone on the machine; cheats, w
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specpilot.contracts import Calibration, Comparison, Leg, Reason
+from specpilot.cores import usable_cores
 from specpilot.deployment import Deployment, MeasurementSettings
 from specpilot.engine_tree import EngineSpec
 from specpilot.errors import InfrastructureError
@@ -199,4 +199,4 @@ def _run_cheats(context: SelfTestContext, bench: Bench, cheats: Sequence[Cheat])
 
 
 def _threads(deployment: Deployment) -> int:
-    return deployment.engine.threads or os.cpu_count() or 1
+    return deployment.engine.threads or usable_cores()

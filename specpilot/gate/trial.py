@@ -95,6 +95,7 @@ def gather(server: EngineServer, bench: Bench, stages: frozenset[Stage]) -> tupl
                 server, prompts[:2], concurrency=2, max_new_tokens=limit, side="candidate", ignore_eos=False
             )
         if Stage.sampled in stages:
+            # No seed, as in the hidden pass: a shared one would give all four answers the same random numbers.
             sampled = run_leg(
                 server,
                 prompts[:4],
@@ -102,7 +103,6 @@ def gather(server: EngineServer, bench: Bench, stages: frozenset[Stage]) -> tupl
                 max_new_tokens=tokens,
                 temperature=bench.temperature,
                 side="candidate",
-                seed=7,
             )
         if Stage.replay in stages:
             replay = probe_replay(server.client, prompts[0], tokens)
