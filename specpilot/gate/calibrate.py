@@ -23,7 +23,7 @@ from specpilot.gate.policy import policy_of
 from specpilot.gate.records import ForcingTally, GatePolicy
 
 MOST_EPSILON = 0.5
-"""Nats. A reference that disagrees with itself by more is broken, not noisy."""
+"""Nats. A reference whose own noise asks for a wider near-tie than that is broken, not noisy."""
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 
@@ -88,28 +88,28 @@ def from_gaps(gaps: Sequence[float], near_ties: int, margins: Sequence[float], p
     """Epsilon and rate limit from measured gaps and margin shifts (nats). Pure.
 
     epsilon = max(floor, safety x 99.9 % quantile of gaps, safety x 99.9 % quantile of margin shifts, largest gap);
-    rate limit = Clopper-Pearson upper bound of the observed share of near-ties, at least the floor.
+    rate limit = Clopper-Pearson upper bound of the observed share of near-ties, at least the floor. The bound counts at zero
+    near-ties as well: that none was seen in n positions rules out no share below 1 - (1 - confidence)^(1/n). Raises
+    GateUnsoundError for no position, and where epsilon would be above `MOST_EPSILON` even without the floor.
     """
     if not gaps:
         raise GateUnsoundError("calibration saw no position", "give it at least one prompt and one new token")
     largest = max(gaps)
-    epsilon = max(
-        policy.epsilon_floor,
-        policy.epsilon_safety * quantile(gaps, 0.999),
-        policy.epsilon_safety * quantile(margins, 0.999),
-        largest,
+    noise = max(
+        policy.epsilon_safety * quantile(gaps, 0.999), policy.epsilon_safety * quantile(margins, 0.999), largest
     )
-    if not epsilon <= MOST_EPSILON:
+    if not noise <= MOST_EPSILON:
         raise GateUnsoundError(
-            f"the reference disagrees with itself by {largest:.3f} nats (epsilon would be {epsilon:.3f})",
+            f"the reference disagrees with itself by {largest:.3f} nats (epsilon would be {noise:.3f}, "
+            f"at most {MOST_EPSILON:g} is noise)",
             "its decode and scoring paths compute different things; mend the engine before any candidate is judged",
         )
     quantiles = {name: quantile(gaps, share) for name, share in SHARES.items()}
     quantiles |= {f"margin_shift_{name}": quantile(margins, share) for name, share in SHARES.items()}
     quantiles["margin_shift_max"] = max(margins, default=0.0)
-    upper = binomial_upper(near_ties, len(gaps), policy.near_tie_confidence) if near_ties else 0.0
+    upper = binomial_upper(near_ties, len(gaps), policy.near_tie_confidence)
     return Calibration(
-        epsilon=epsilon,
+        epsilon=max(policy.epsilon_floor, noise),
         near_tie_rate_limit=max(policy.near_tie_rate_floor, upper),
         positions=len(gaps),
         near_ties=near_ties,

@@ -68,7 +68,8 @@ def widened(
 
     `ar` works in the checkpoint's own precision and so lies beyond the float32 reference's epsilon at a few positions in
     a thousand. Epsilon becomes `epsilon_safety` times its largest gap, at most `MOST_EPSILON` nats; the allowed share
-    of near-ties the upper bound of its own, as in `calibrate`. Never narrower than `calibration`.
+    of near-ties the upper bound of its own where it shows any (none seen is no reason to allow more). Never narrower
+    than `calibration`.
     """
     tally = force(reference, untouched, calibration.epsilon)
     unlike = tally.near_ties + tally.violations

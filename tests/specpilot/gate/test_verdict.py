@@ -184,7 +184,10 @@ def test_epsilon_is_the_largest_of_its_four_sources() -> None:
 
 def test_rate_limit_is_a_bound_and_never_below_its_floor() -> None:
     policy = GatePolicy(near_tie_rate_floor=0.005, near_tie_confidence=0.999)
-    assert from_gaps([0.0] * 1000, 0, [], policy).near_tie_rate_limit == 0.005
+    none = from_gaps([0.0] * 1000, 0, [], policy)
+    assert none.near_tie_rate_limit == pytest.approx(1 - 0.001 ** (1 / 1000))  # (1 - p)^1000 = 0.1 %
+    assert "max(floor 0.005, 99.9% Clopper-Pearson bound of 0/1000)" in none.method
+    assert from_gaps([0.0] * 2000, 0, [], policy).near_tie_rate_limit == 0.005
     limit = from_gaps([0.0] * 990 + [0.001] * 10, 10, [], policy).near_tie_rate_limit
     assert limit == pytest.approx(binomial_upper(10, 1000, 0.999))
     assert limit > 0.01
@@ -195,6 +198,11 @@ def test_a_reference_that_disagrees_with_itself_stops_everything() -> None:
         from_gaps([0.0, 0.6], 1, [], GatePolicy())
     with pytest.raises(GateUnsoundError, match="disagrees"):
         from_gaps([0.0, float("inf")], 1, [], GatePolicy())
+    with pytest.raises(GateUnsoundError, match=r"by 0.300 .*epsilon would be 0.600"):  # twice the quantile
+        from_gaps([0.0] * 8 + [0.3] * 2, 2, [], GatePolicy())
+    assert from_gaps([0.0, 0.25], 1, [], GatePolicy()).epsilon == 0.5
+    # A floor that a deployment sets is no noise of the reference.
+    assert from_gaps([0.0, 0.001], 1, [], GatePolicy(epsilon_floor=0.75)).epsilon == 0.75
     with pytest.raises(GateUnsoundError, match="no position"):
         from_gaps([], 0, [], GatePolicy())
 
