@@ -11,20 +11,23 @@ from typing import Any
 from pydantic import Field
 
 from specpilot.contracts import Check, Generation, Leg, Reason, Record
+from specpilot.deployment import GateSettings
+
+_SET = GateSettings()
 
 
 class GatePolicy(Record):
     """Every limit the gate applies, in one place; printed and stored with the verdicts.
 
-    Defaults are meant for a BF16 checkpoint served with float32 accumulation; a deployment may override
-    each of them in its `gate:` section.
+    Defaults are meant for a BF16 checkpoint served with float32 accumulation. Limits that a deployment sets in its `gate:`
+    section have their defaults there (`GateSettings`); the others hold for every run.
     """
 
-    epsilon_floor: float = 0.01
+    epsilon_floor: float = _SET.epsilon_floor
     """Nats. Smallest near-tie gap ever used: below it, summation order alone flips an argmax."""
     epsilon_safety: float = 2.0
     """The 99.9 % quantile of the reference's own gaps is multiplied by this."""
-    near_tie_rate_floor: float = 0.005
+    near_tie_rate_floor: float = _SET.near_tie_rate_floor
     """Share of positions that may be near-ties even when the reference against itself shows none."""
     near_tie_confidence: float = 0.999
     """Confidence of the binomial bounds, both when the limit is set and when a candidate is held to it."""
@@ -52,12 +55,12 @@ class GatePolicy(Record):
     """Largest binary file a candidate may add."""
     max_text_bytes: int = 1_048_576
     """Largest text file a candidate may add: stored answers are big, kernels are not."""
-    hidden_concurrencies: list[int] = Field(default_factory=lambda: [1, 4])
-    hidden_prompts: int = 4
+    hidden_concurrencies: list[int] = Field(default_factory=lambda: [*_SET.hidden_concurrencies])
+    hidden_prompts: int = _SET.hidden_prompts
     """Hidden prompts per concurrency level."""
-    hidden_tokens: int = 48
-    natural_stop_prompts: int = 4
-    natural_tokens: int = 128
+    hidden_tokens: int = _SET.hidden_tokens
+    natural_stop_prompts: int = _SET.natural_stop_prompts
+    natural_tokens: int = _SET.natural_tokens
     sampled_prompts: int = 8
     stop_after_violations: int = 3
     """Forcing stops early once this many violations are on record; what was scored until then is the evidence."""

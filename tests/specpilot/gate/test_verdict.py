@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specpilot.contracts import Calibration, Check, Reason, Verdict
+from specpilot.deployment import GateSettings
 from specpilot.errors import GateUnsoundError
 from specpilot.gate.bounds import binomial_upper
 from specpilot.gate.calibrate import from_gaps
@@ -218,5 +219,5 @@ def test_policy_takes_what_a_deployment_sets() -> None:
     assert (policy.epsilon_floor, policy.hidden_prompts) == (0.05, 2)
     assert policy.near_tie_rate_floor == GatePolicy().near_tie_rate_floor
     assert policy_of({"natural_stop_prompts": 0}).natural_stop_prompts == 0
-    assert policy_of(None) == GatePolicy()
+    assert policy_of(None) == policy_of({}) == policy_of(GateSettings()) == GatePolicy()
     assert policy_of(policy) is policy
