@@ -251,9 +251,9 @@ class SearchSettings(Section):
     enabled: bool = True
     """Take part."""
     trials: int = Field(8, ge=1, le=10_000)
-    """Settings tried per round."""
+    """Settings tried in the run's last round (`budget.rounds`); none if the run ends before it. Twice as many with `control`."""
     control: bool = True
-    """Also spend the same trials on random search, to tell what the model-based search is worth."""
+    """Spend as many trials again on random search, to tell what the model-based search is worth."""
 
 
 class AgentSettings(Section):
