@@ -38,10 +38,6 @@ BEST = BRANCH_PREFIX + "best"
 _SKIPPED = {"__pycache__", ".git", ".venv", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
 
-class PatchDoesNotApply(SpecPilotError):
-    """A patch does not fit; `message` holds git's words."""
-
-
 class UnsafeChange(SpecPilotError):
     """A change holds a submodule, or a symbolic link that leaves the tree, or the worktree belongs to another repository."""
 
@@ -161,10 +157,6 @@ class Workspace:
         """Commit that a worktree stands on."""
         return self._git("rev-parse", "HEAD", cwd=self._existing(name)).strip()
 
-    def is_dirty(self, name: str) -> bool:
-        """True if a worktree holds changes that no commit has."""
-        return bool(self._git("status", "--porcelain", cwd=self._existing(name)).strip())
-
     def commit_all(self, name: str, message: str) -> str:
         """Commit everything in a worktree; returns its head (the old one if nothing changed).
 
@@ -227,11 +219,6 @@ class Workspace:
         """The change from `base` to `commit` as a patch that `git apply` takes."""
         return self._git(*_DIFF, self.resolve(base), self.resolve(commit))
 
-    def changed_paths(self, base: str, commit: str) -> list[str]:
-        """Paths that differ; a rename counts as both paths."""
-        text = self._git("diff", "--name-only", "-z", "--no-renames", self.resolve(base), self.resolve(commit))
-        return [path for path in text.split("\0") if path]
-
     def unsafe_changes(self, base: str, commit: str) -> list[str]:
         """Submodules and links that leave the tree among the changes, in words; empty if there is none."""
         return self._unsafe(
@@ -250,16 +237,6 @@ class Workspace:
             self._git(f"--work-tree={destination}", "read-tree", self.resolve(commit), index=index)
             self._git(f"--work-tree={destination}", "checkout-index", "-a", "-f", index=index)
             index.unlink(missing_ok=True)
-
-    def apply_patch(self, name: str, patch_text: str) -> None:
-        """Apply a patch to a worktree, three-way where needed. Raises `PatchDoesNotApply`; the worktree is as before."""
-        path = self._existing(name)
-        with self._writing():
-            failure = self._apply(path, patch_text)
-        if failure:
-            if nothing_free(self.run_dir):
-                raise self._full()
-            raise PatchDoesNotApply(failure, "")
 
     def merge(self, onto: str, commit: str, base: str, name: str) -> MergeResult:
         """Apply the change `base..commit` on top of `onto`, three-way, in a worktree `name`.
@@ -282,9 +259,7 @@ class Workspace:
     # -- plumbing -----------------------------------------------------------------------------------------
 
     def _apply(self, path: Path, patch_text: str) -> str:
-        """Empty if the patch went in, else git's words; the worktree is as it was."""
-        if self._git("status", "--porcelain", cwd=path).strip():
-            self._git("add", "-A", cwd=path)  # a three-way apply needs the index to match the files
+        """Empty if the patch went into a clean worktree, else git's words; it is then as it was."""
         before = self._git("write-tree", cwd=path).strip()
         done = self._run(["apply", "--3way", "--index", "--whitespace=nowarn", "-"], path, patch_text)
         if done.returncode == 0:

@@ -6,19 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from specpilot.agents import DoesNotApplyError, PatchEdit
 from specpilot.errors import TamperedEvidenceError, UsageError
-from specpilot.workspace import PatchDoesNotApply, UnsafeChange, Workspace
+from specpilot.workspace import UnsafeChange, Workspace
 from tests.specpilot.workspace.conftest import git
 
 
 @pytest.mark.parametrize("target", ["../../outside", "/etc/passwd", ".git/config", "src/../../x"])
 def test_patches_cannot_write_outside(run: Workspace, target: str) -> None:
-    run.worktree("w", run.first_commit)
+    tree = run.worktree("w", run.first_commit)
     patch = (
         f"diff --git a/{target} b/{target}\nnew file mode 100644\n--- /dev/null\n+++ b/{target}\n@@ -0,0 +1 @@\n+evil\n"
     )
-    with pytest.raises(PatchDoesNotApply):
-        run.apply_patch("w", patch)
+    with pytest.raises(DoesNotApplyError):
+        PatchEdit(patch).apply(tree)
+    assert not git(tree, "status", "--porcelain").strip()
 
 
 # -- refused changes --------------------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ def test_serving_restores_a_file_that_the_index_hides(run: Workspace) -> None:
         git(tree, "update-index", flag, "src/a.py")
         run.checkout("serve", run.first_commit)
         assert (tree / "src/a.py").read_text() == was
-    assert not run.is_dirty("serve")
+    assert not git(tree, "status", "--porcelain").strip()
 
 
 def test_replaced_objects_are_not_believed(run: Workspace, tmp_path: Path) -> None:

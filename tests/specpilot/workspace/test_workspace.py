@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from specpilot.agents import PatchEdit
 from specpilot.errors import MissingToolError, RunFolderError, UsageError
 from specpilot.git import GitError, git_environment
-from specpilot.workspace import BEST, PatchDoesNotApply, Workspace
+from specpilot.workspace import BEST, Workspace
 from tests.specpilot.workspace.conftest import git
 
 
@@ -23,6 +24,14 @@ def edit(run: Workspace, name: str, path: str, old: str, new: str) -> str:
     file = run.worktree(name, run.first_commit) / path
     file.write_text(file.read_text().replace(old, new))
     return run.commit_all(name, f"Change {path}")
+
+
+def dirty(run: Workspace, name: str) -> bool:
+    return bool(git(run.worktrees / name, "status", "--porcelain").strip())
+
+
+def changed(run: Workspace, base: str, commit: str) -> list[str]:
+    return git(run.repo, "diff", "--name-only", "--no-renames", base, commit).split()
 
 
 def test_the_first_commit_holds_the_tree_and_nothing_else(run: Workspace, tree: Path) -> None:
@@ -78,7 +87,7 @@ def test_worktrees_start_from_the_commit_given_not_from_a_sibling(run: Workspace
     assert git(path, "rev-parse", "--abbrev-ref", "HEAD").strip() == "specpilot/two"
     (path / "new.txt").write_text("kept")
     assert run.worktree("two", first) == path and (path / "new.txt").exists(), "one that exists is left alone"
-    assert run.is_dirty("two") and not run.is_dirty("one")
+    assert dirty(run, "two") and not dirty(run, "one")
     assert run.head("one") == first
 
 
@@ -101,7 +110,7 @@ def test_eight_threads_commit_at_once_and_nothing_is_lost(run: Workspace) -> Non
         all_commits = list(pool.map(work, range(8)))
     for index, commits in enumerate(all_commits):
         assert run.read(commits[-1], f"src/new{index}.py") == "turn = 2\n"
-        assert run.changed_paths(run.first_commit, commits[-1]) == [f"src/new{index}.py"]
+        assert changed(run, run.first_commit, commits[-1]) == [f"src/new{index}.py"]
         assert git(run.repo, "rev-list", "--count", f"{run.first_commit}..{commits[-1]}").strip() == "3"
     git(run.repo, "fsck", "--strict")
 
@@ -170,11 +179,9 @@ def test_diff_round_trips_binary_crlf_modes_and_deletions(run: Workspace) -> Non
     (path / "run.sh").chmod(0o755)
     (path / "src/latin.txt").write_bytes(b"caf\xe9\n")
     commit = run.commit_all("w", "many things")
-    run.worktree("again", run.first_commit)
-    run.apply_patch("again", run.diff(run.first_commit, commit))
-    same = run.commit_all("again", "applied")
-    assert run.diff(commit, same) == ""
-    assert run.changed_paths(run.first_commit, same) == [
+    same = run.merge(run.first_commit, commit, run.first_commit, "again").commit
+    assert same is not None and run.diff(commit, same) == ""
+    assert changed(run, run.first_commit, same) == [
         "run.sh",
         "src/a.py",
         "src/blob.bin",
@@ -240,7 +247,7 @@ def test_a_conflict_is_a_result_and_leaves_a_clean_tree(run: Workspace) -> None:
     two = edit(run, "two", "src/a.py", "line 3\n", "drei\n")
     merged = run.merge(one, two, run.first_commit, "merge")
     assert merged.commit is None and "src/a.py" in merged.conflict
-    assert not run.is_dirty("merge") and run.head("merge") == one
+    assert not dirty(run, "merge") and run.head("merge") == one
     assert "<<<<" not in (run.worktrees / "merge/src/a.py").read_text()
     third = edit(run, "three", "src/a.py", "line 20\n", "twenty\n")
     assert run.merge(one, third, run.first_commit, "merge").commit is not None, "the name can be used again"
@@ -250,18 +257,6 @@ def test_merging_what_is_there_already_changes_nothing(run: Workspace) -> None:
     one = edit(run, "one", "src/a.py", "line 3\n", "three\n")
     assert run.merge(one, one, run.first_commit, "merge").commit == one
     assert run.merge(one, run.first_commit, run.first_commit, "merge").commit == one
-
-
-def test_a_patch_that_does_not_fit_leaves_the_worktree_as_it_was(run: Workspace) -> None:
-    path = run.worktree("w", run.first_commit)
-    (path / "src/a.py").write_text("all new\n")
-    (path / "untracked.txt").write_text("mine")
-    other = edit(run, "other", "src/a.py", "line 3\n", "three\n")
-    with pytest.raises(PatchDoesNotApply, match="a.py"):
-        run.apply_patch("w", run.diff(run.first_commit, other))
-    assert (path / "src/a.py").read_text() == "all new\n" and (path / "untracked.txt").read_text() == "mine"
-    with pytest.raises(PatchDoesNotApply):
-        run.apply_patch("w", "this is no patch\n")
 
 
 # -- leaving --------------------------------------------------------------------------------------------------
@@ -274,8 +269,7 @@ def test_a_dirty_worktree_is_saved_before_it_goes(run: Workspace) -> None:
     run.remove("w")
     assert not path.exists()
     patch = next(run.saved.glob("w-*.patch")).read_text()
-    run.worktree("again", run.first_commit)
-    run.apply_patch("again", patch)
+    PatchEdit(patch).apply(run.worktree("again", run.first_commit))
     assert (run.worktrees / "again/src/a.py").read_text() == "unsaved work\n"
     run.remove("w")  # gone already: no error
 
@@ -303,7 +297,7 @@ def test_export_tree(run: Workspace, tmp_path: Path) -> None:
         "tunables.toml",
     ]
     assert "three\n" in (tmp_path / "out/src/a.py").read_text()
-    assert not run.is_dirty("w") and git(run.repo, "status", "--porcelain") == ""
+    assert not dirty(run, "w") and git(run.repo, "status", "--porcelain") == ""
 
 
 # -- wrong inputs -----------------------------------------------------------------------------------------------
