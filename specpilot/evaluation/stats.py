@@ -81,18 +81,6 @@ def level_of(x: Sequence[float], radius: float, c2: float = C2) -> float | None:
     return high
 
 
-def log_e_value(x: Sequence[float], m: float = 0.0, c2: float = C2) -> float:
-    """log E_n(m): evidence against mean = m. At least log(1/alpha) exactly when m is outside the interval."""
-    _check(x, 0.5)
-    n = len(x)
-    v = sum((value - m) ** 2 for value in x)
-    s = sum(value - m for value in x)
-    if v == 0.0:
-        return 0.0
-    rest = v - s * s / (n + c2)
-    return 0.5 * math.log(c2 / (n + c2)) + n / 2 * math.log(v / rest)
-
-
 def _check(x: Sequence[float], alpha: float) -> None:
     if len(x) == 0 or not all(math.isfinite(value) for value in x):
         raise ValueError("needs at least one finite log-ratio, and no others")

@@ -18,8 +18,6 @@ from specpilot.costmodel.speculation import (
     RoundTimes,
     acceptance_for,
     accepted_length,
-    best_drafts,
-    break_even_length,
     ceiling,
     speedup,
 )
@@ -171,7 +169,6 @@ def test_worked_example_of_the_facts():
     assert speedup(1.0, 20.4, w12) == pytest.approx(1.35, abs=0.01)
     assert speedup(1.0, 20.4, plain) == pytest.approx(1.03, abs=0.01)
     assert speedup(8.0, 20.4, w12) == pytest.approx(10.87, abs=0.1)
-    assert break_even_length(20.4, w12) == pytest.approx(1 / 1.35, abs=0.01)
     assert ceiling(8.0, 20.4, w12.round_ms) == speedup(8.0, 20.4, w12)
 
 
@@ -196,17 +193,3 @@ def test_accepted_length_boundaries():
     assert accepted_length([0.5, 0.5]) == 1.75
     with pytest.raises(CostModelError, match="position 2"):
         accepted_length([0.5, 1.5])
-
-
-def test_best_drafts_weighs_acceptance_against_cost():
-    flat = best_drafts([0.8] * 7, lambda rows: 10.0, draft_ms=1.0)
-    assert flat.drafts == 7  # extra rows are free on a bandwidth-bound target
-    steep = best_drafts([0.8] * 7, lambda rows: 2.0 * rows, draft_ms=1.0)
-    rates = [accepted_length([0.8] * k) / (1.0 + 2.0 * (k + 1)) for k in range(8)]
-    assert steep.drafts == rates.index(max(rates)) < 7
-    hopeless = best_drafts([0.01] * 7, lambda rows: 5.0 * rows, draft_ms=lambda k: 3.0 if k else 0.0)
-    assert hopeless.drafts == 0 and hopeless.accepted_length == 1.0
-    with pytest.raises(CostModelError, match="positive time"):
-        best_drafts([0.5], lambda rows: 0.0)
-    with pytest.raises(CostModelError, match="at least 3"):
-        best_drafts([0.5], lambda rows: 1.0, minimum=3)

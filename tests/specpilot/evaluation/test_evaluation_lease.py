@@ -14,7 +14,6 @@ import pytest
 
 from specpilot.errors import EnvironmentProblem, InfrastructureError
 from specpilot.evaluation.lease import CpuUse, CpuWatch, DeviceLease, other_engines
-from specpilot.evaluation.physics import is_impossible
 
 HOLD = """
 import sys, time
@@ -121,25 +120,3 @@ def test_engines_that_are_not_ours_are_seen_until_they_are_stopped() -> None:
         assert f"pid {pid} serving c0ffee" not in other_engines([])
     finally:
         os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("rate", "answer"),
-    [
-        (99.0, False),
-        (104.9, False),
-        (105.1, True),
-        (0.0, True),
-        (-1.0, True),
-        (float("inf"), True),
-        (float("nan"), True),
-    ],
-)
-def test_impossible_rates(rate: float, answer: bool) -> None:
-    assert is_impossible(rate, 100.0) is answer
-
-
-@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
-def test_an_unknown_bound_is_an_error_not_a_pass(bound: float) -> None:
-    with pytest.raises(ValueError):
-        is_impossible(50.0, bound)
