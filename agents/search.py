@@ -13,7 +13,6 @@ import os
 import random
 import statistics
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -277,17 +276,12 @@ class SearchSession:
 
 @dataclass
 class SearchWorker:
-    """Opens a session per base commit and round; with a `screen` function it also runs it.
-
-    `screen(trial)` measures a setting against the base as a quick leg: its ratio, or None when the engine failed.
-    """
+    """Opens a session per base commit and round; the loop asks it for trials, measures them and tells their ratios."""
 
     trials: int = 6
-    screen: Callable[[Trial], float | None] | None = None
     name: str = "search"
     control: bool = True
     """As in `SearchSession`."""
-    last: SearchReport | None = None
 
     def open(self, context: WorkContext) -> SearchSession | None:
         """The session of this base commit, new or continued; None when the tree declares nothing to tune."""
@@ -298,21 +292,6 @@ class SearchWorker:
         # The round is in the name: an extended run may search again from the same commit, with another seed.
         path = context.folder / f"search-{context.base_commit[:12]}-r{context.round}.jsonl"
         return SearchSession(path, space, context.base_commit, self.trials, context.seed, self.name, self.control)
-
-    def plan(self, context: WorkContext) -> list[Proposal]:
-        """Screen the budget and propose the best setting, if one beat the current. Needs `screen`."""
-        if self.screen is None:
-            raise AgentError(
-                "the search worker cannot plan without a screen function", "drive open(), ask() and tell()"
-            )
-        session = self.open(context)
-        if session is None:
-            return []
-        while (trial := session.ask()) is not None:
-            session.tell(trial, self.screen(trial))
-        self.last = session.report()
-        proposal = session.proposal()
-        return [proposal] if proposal else []
 
 
 def _key(values: dict[str, Value]) -> str:

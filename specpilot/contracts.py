@@ -109,18 +109,6 @@ class Candidate(Record):
     claim: Claim
 
 
-class Brief(Record):
-    """What the orchestrator gives a worker at the start of an attempt."""
-
-    attempt_id: str
-    round: int
-    worker: str
-    base_commit: str
-    component: str
-    task: str
-    context: dict[str, Any] = Field(default_factory=dict)
-
-
 class Generation(Record):
     """One answered request, timed by the client. Times are seconds on the evaluator's monotonic clock."""
 

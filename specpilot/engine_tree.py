@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from specpilot.errors import UsageError
 
 MANIFEST = "engine.toml"
-TUNABLES = "tunables.toml"
 PROTOCOL = "sglang-native/1"
 VARIANTS = ("stock", "ar", "reference", "final", "final-ar")
 """Variants that the loop needs; a tree without one of them is refused."""
@@ -204,17 +203,6 @@ def load_engine_spec(tree: Path) -> EngineSpec:
     if missing:
         raise UsageError(f"{path}: variants lacks {', '.join(missing)}", f"declare all of {', '.join(VARIANTS)}.")
     return spec
-
-
-def read_tunables(tree: Path) -> dict[str, Any]:
-    """Current values in a tree's `tunables.toml`; empty if it has none. Raises `UsageError` for bad TOML."""
-    path = tree / TUNABLES
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}", "mend it at the place named.") from error
 
 
 def _matches(path: str, patterns: list[str]) -> bool:

@@ -106,17 +106,6 @@ class RunSource:
         value = self.results.get(key)
         return value if isinstance(value, dict) else {}
 
-    def last(self, prefix: str, suffix: str = "") -> dict[str, Any]:
-        """Result of the newest finished step whose key begins and ends so, whose other part holds no slash."""
-        found = [
-            key
-            for key in self.results
-            if key.startswith(prefix)
-            and key.endswith(suffix)
-            and "/" not in key[len(prefix) : len(key) - len(suffix)].strip("/")
-        ]
-        return self.step(found[-1]) if found else {}
-
     @cached_property
     def merged(self) -> list[MergedStep]:
         """The changes that lead from the first commit to the best one, in order; together they are all of it."""

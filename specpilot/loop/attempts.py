@@ -12,7 +12,6 @@ from specpilot.loop.state import mechanism_of
 NOT_MEASURED = "not measured: the wall clock ran out"
 NOT_MERGED = "accepted, but not merged"
 """Why an attempt was superseded without having been settled: a run that is given more time may propose it again."""
-_ORDER = list(AttemptState)
 _ENDED = {AttemptState.rejected, AttemptState.superseded, AttemptState.merged}
 _PATH = [
     AttemptState.planned,

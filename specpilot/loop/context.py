@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from specpilot.memory.store import MemoryStore
     from specpilot.report.view import RunView
 
-SESSION_KEY = "sessions"
-
 UNCONFINED = (
     "no usable bubblewrap: candidates run unconfined and can change whatever this user can, this program and its evidence "
     "included. Install it (apt install bubblewrap), or read every patch before you trust its result."
@@ -51,7 +49,6 @@ class RunContext:
     salt: str = field(default_factory=lambda: secrets.token_hex(16))
     """Part of the prompts' secret that is in no file: whoever reads the journal still cannot foretell a prompt. Nothing needs to
     ask a prompt again after a restart: finished steps are read, unfinished ones begin anew."""
-    notes: list[str] = field(default_factory=list)
 
     @property
     def logs(self) -> Path:

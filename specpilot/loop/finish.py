@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specpilot.contracts import Calibration, GapTable, Leg, StopReason
+from specpilot.contracts import Calibration, Leg, StopReason
 from specpilot.evaluation.baselines import Baselines
 from specpilot.gate.closing import closing_faults
 from specpilot.gate.hidden import vocab_size
@@ -66,9 +66,3 @@ def _judged(context: RunContext, short: str, found: Baselines, legs: dict[str, l
     for name, fault in faults.items():
         context.say("note", level="warning", text=f"the closing figures of {name} are withheld: {fault}")
     return found.without(faults)
-
-
-def final_gaps(context: RunContext, head: str) -> GapTable | None:
-    """The winner's gap table, if it was measured."""
-    key = f"final/{head[:12]}/gaps"
-    return context.journal.result(key, GapTable) if context.journal.finished(key) else None

@@ -18,6 +18,14 @@ def score(values):
     return 1.5 - 0.05 * abs(values["verify_drafts"] - 4) + 0.1 * values["lazy"] + 0.002 * values["pack"]
 
 
+def searched(worker, where, screen):
+    """The session of `where`, driven to its end as the loop drives it."""
+    session = worker.open(where)
+    while (trial := session.ask()) is not None:
+        session.tell(trial, screen(trial.values))
+    return session
+
+
 def test_space_of_a_drafter(tree):
     space = load_space(tree, drafter="dflash", facts={"block_size": 8})
     assert [t.name for t in space.tunables] == ["verify_drafts", "lazy", "pack"]
@@ -63,16 +71,16 @@ def test_set_values_keeps_comments_and_order():
 
 
 def test_search_finds_a_better_setting_and_edits_the_file(tree, context):
-    worker = SearchWorker(trials=10, screen=lambda trial: score(trial.values) / 1.366)
-    (proposal,) = worker.plan(context())
-    assert worker.last.trials == {"tpe": 10, "random": 10}, "equal budgets"
-    assert proposal.claim.predicted_gain == pytest.approx(max(worker.last.best.values()))
+    session = searched(SearchWorker(trials=10), context(), lambda values: score(values) / 1.366)
+    proposal, report = session.proposal(), session.report()
+    assert report.trials == {"tpe": 10, "random": 10}, "equal budgets"
+    assert proposal.claim.predicted_gain == pytest.approx(max(report.best.values()))
     assert proposal.claim.predicted_gain > 1.1
     assert proposal.apply(tree) == ["tunables.toml"]
     values = tomllib.loads((tree / "tunables.toml").read_text())
     assert score(values) / 1.366 == pytest.approx(proposal.claim.predicted_gain)
     assert values["ngram_max"] == 4 and "# knobs" in (tree / "tunables.toml").read_text()
-    assert "TPE: best" in worker.last.text and "random search: best" in worker.last.text
+    assert "TPE: best" in report.text and "random search: best" in report.text
 
 
 def test_no_setting_is_tried_twice_by_an_arm_nor_the_current_one(context):
@@ -146,7 +154,7 @@ def test_nonsense_scores_are_refused(context, ratio):
 
 def test_nothing_to_tune(tree, context):
     (tree / "engine.toml").write_text("name = 'x'\n")
-    assert SearchWorker(screen=lambda trial: 1.0).plan(context()) == []
+    assert SearchWorker().open(context()) is None
 
 
 def test_tpe_beats_chance_on_a_smooth_engine(tree, context, tmp_path):
@@ -156,10 +164,10 @@ def test_tpe_beats_chance_on_a_smooth_engine(tree, context, tmp_path):
     (tree / "tunables.toml").write_text("")
     wins = 0
     for seed in range(5):
-        smooth = lambda trial: 2.0 - sum((v - 0.7) ** 2 for v in trial.values.values())  # noqa: E731
-        worker = SearchWorker(trials=20, screen=smooth)
-        worker.plan(context(seed=seed, folder=tmp_path / str(seed)))
-        wins += worker.last.best["tpe"] > worker.last.best["random"]
+        smooth = lambda values: 2.0 - sum((v - 0.7) ** 2 for v in values.values())  # noqa: E731
+        where = context(seed=seed, folder=tmp_path / str(seed))
+        best = searched(SearchWorker(trials=20), where, smooth).report().best
+        wins += best["tpe"] > best["random"]
     assert wins >= 3
 
 
@@ -172,6 +180,5 @@ def test_session_file_is_plain_json_lines(context):
 
 
 def test_without_control_all_trials_are_tpes_and_the_report_says_so(context):
-    worker = SearchWorker(trials=3, control=False, screen=lambda trial: score(trial.values))
-    worker.plan(context())
-    assert worker.last.trials == {"tpe": 3} and worker.last.text.endswith("no control was run")
+    report = searched(SearchWorker(trials=3, control=False), context(), score).report()
+    assert report.trials == {"tpe": 3} and report.text.endswith("no control was run")
