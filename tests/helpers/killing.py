@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from specpilot.git import run_git
 from specpilot.journal import Journal
 from specpilot.paths import JOURNAL_NAME
 from specpilot.workspace import Workspace
 
 COMMAND = [sys.executable, "-c", "from specpilot.cli import main; main()"]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A moment in a run's life that does not depend on the speed of the machine: the first at which its journal has begun
+    so many steps and an engine is at work."""
+
+    steps: int
 
 
 @dataclass
@@ -34,8 +45,8 @@ class State:
 class Killed:
     """One disturbed run."""
 
-    kills: list[float] = field(default_factory=list)
-    """Seconds after the start of each life at which it was killed."""
+    kills: list[float | Started] = field(default_factory=list)
+    """When each life was killed, as it was asked for."""
     repeated: dict[str, int] = field(default_factory=dict)
     """Finished steps that a later life started again (must be empty)."""
     survivors: list[str] = field(default_factory=list)
@@ -48,7 +59,7 @@ def state_of(run_dir: Path) -> State:
     journal = Journal.open(run_dir / JOURNAL_NAME)
     workspace = Workspace.open(run_dir)
     rows = journal.attempts()
-    listing = workspace._git("ls-tree", "-r", workspace.best())
+    listing = run_git(["ls-tree", "-r", workspace.best()], cwd=run_dir / "repo").stdout
     state = State(
         attempts={row.id: (row.state.value, row.reason.value if row.reason else None) for row in rows},
         merged=[str(row.data.get("mechanism")) for row in rows if row.state.value == "merged"],
@@ -60,21 +71,24 @@ def state_of(run_dir: Path) -> State:
 
 
 def run_with_kills(
-    deployment: Path, run_dir: Path, after: list[float], *, arguments: list[str], environment: dict[str, str]
+    deployment: Path,
+    run_dir: Path,
+    moments: Sequence[float | Started],
+    *,
+    arguments: list[str],
+    environment: dict[str, str],
 ) -> Killed:
-    """Starts the run, kills its process group `after[i]` seconds into life i, then lets a last life end by itself."""
+    """Starts the run, kills its process group at `moments[i]` (seconds into life i, or `Started`), then lets a last life end by itself."""
     result = Killed()
     finished: dict[str, int] = {}
-    for delay in [*after, None]:
+    for moment in [*moments, None]:
         process = _start(deployment, run_dir, arguments, environment)
-        try:
-            process.wait(delay)
-        except subprocess.TimeoutExpired:
-            assert delay is not None
+        if _comes(moment, process, run_dir / JOURNAL_NAME):
+            assert moment is not None
             marked = _descendants(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            result.kills.append(delay)
+            result.kills.append(moment)
             result.survivors += _still_there(marked)
         else:
             result.exit_code = process.returncode
@@ -97,6 +111,35 @@ def _start(
         return subprocess.Popen(
             [*COMMAND, *words], stdout=log, stderr=log, start_new_session=True, env={**os.environ, **environment}
         )
+
+
+def _comes(moment: float | Started | None, process: subprocess.Popen[bytes], journal: Path) -> bool:
+    """Waits for a moment of this life; False if the process ended before it. None never comes."""
+    began = time.monotonic()
+    while process.poll() is None:
+        if isinstance(moment, Started):
+            if _at_work(journal, moment.steps):
+                return True
+        elif moment is not None and time.monotonic() - began >= moment:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def _at_work(journal: Path, steps: int) -> bool:
+    """Whether a journal holds so many steps, begun or finished, and a process that lives; read from beside the run."""
+    if not journal.exists():
+        return False
+    connection = sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=5.0)
+    try:
+        begun, living = connection.execute(
+            "SELECT (SELECT count(*) FROM steps), (SELECT count(*) FROM processes WHERE ended_at IS NULL)"
+        ).fetchone()
+        return bool(begun >= steps and living)
+    except sqlite3.OperationalError:  # not written yet
+        return False
+    finally:
+        connection.close()
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

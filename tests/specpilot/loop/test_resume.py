@@ -9,7 +9,7 @@ from pathlib import Path
 from specpilot.memory import MemoryStore
 from specpilot.paths import JOURNAL_NAME
 from tests.helpers.fake_server import Behaviour
-from tests.helpers.killing import run_with_kills, state_of
+from tests.helpers.killing import Started, run_with_kills, state_of
 from tests.specpilot.loop.setting import fake_setting, patch_between, remember
 
 STOCK = Behaviour(round_s=0.012)
@@ -24,11 +24,11 @@ def test_killed_three_times_ends_as_it_would_have(tmp_path: Path) -> None:
     killed = run_with_kills(
         deployment.folder / "deployment.yaml",
         tmp_path / "run",
-        [6.0, 8.0, 10.0],
+        [Started(4), Started(8), Started(12)],  # of 13: baselines, the first candidate, the closing session
         arguments=[],
         environment={"SPECPILOT_MEMORY_URL": memory},
     )
-    assert len(killed.kills) == 3, "the run ended before it was killed: make the delays shorter"
+    assert killed.kills == [Started(4), Started(8), Started(12)]
     assert killed.exit_code == 0
     assert killed.repeated == {}
     assert killed.survivors == []
