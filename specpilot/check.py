@@ -97,6 +97,13 @@ def _check_budget(deployment: Deployment) -> None:
             f"closing session take about {LEAST_MINUTES:g}, and the gate's own test comes before them",
             f"give at least {LEAST_MINUTES:g}, or null for no limit.",
         )
+    for key in ("usd", "tokens"):
+        if getattr(deployment.budget, key) is not None:
+            raise UsageError(
+                f"deployment {deployment.name}: budget.{key}: nothing would hold this limit: no worker of this version calls a "
+                "model, and what an outsider spends on an attempt is not counted",
+                "set it to null, and limit an outsider's model calls where they are made.",
+            )
 
 
 def _check_threads(deployment: Deployment) -> None:

@@ -231,9 +231,9 @@ class Budget(Section):
     wall_clock_minutes: float | None = Field(15.0, gt=0.0, le=1_000_000.0)
     """Minutes from the start, time before a resume included; null: no limit."""
     usd: float | None = Field(None, ge=0.0)
-    """Money for model calls; null: none is spent by workers that need no key."""
+    """Money for model calls. Must be null for now: no worker of this version calls a model, and nobody counts an outsider's."""
     tokens: int | None = Field(None, ge=0)
-    """Tokens for model calls; null: no limit."""
+    """Tokens for model calls. Must be null for now, as `usd`."""
 
 
 class RecallSettings(Section):

@@ -1,4 +1,4 @@
-"""Wall-clock, rounds and money of one run, across resumes.
+"""Wall-clock and rounds of one run, across resumes.
 
 The clock counts time in which the run's process was alive; of a run that had ended, only from the first step that
 is done after all, so that looking at it again is free. Exhaustion never throws work away: the loop

@@ -61,6 +61,14 @@ def test_too_little_time_is_told_before_it_is_spent(folder: Path) -> None:
     check(load(folder, "budget.wall_clock_minutes=null"))
 
 
+@pytest.mark.parametrize("key", ["usd", "tokens"])
+@pytest.mark.parametrize("limit", ["0", "5"])
+def test_a_limit_that_nothing_would_hold_is_refused(folder: Path, key: str, limit: str) -> None:
+    with pytest.raises(UsageError, match=f"budget.{key}: nothing would hold this limit"):
+        check(load(folder, f"budget.{key}={limit}"))
+    check(load(folder, f"budget.{key}=null"))
+
+
 def test_a_sound_deployment_passes(folder: Path) -> None:
     check(load(folder))
     check(load(folder, f"engine.threads={len(os.sched_getaffinity(0))}"))
