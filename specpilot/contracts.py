@@ -39,7 +39,6 @@ class Reason(StrEnum):
     does_not_apply = "does-not-apply"
     empty_diff = "empty-diff"
     outside_editable = "diff-outside-editable"
-    build_failed = "build-failed"
     start_failed = "start-failed"
     wrong_identity = "wrong-identity"
     crashed = "crashed"
@@ -64,14 +63,11 @@ class Reason(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a run ended: a closed list, printed and stored. The first six are complete runs (exit code 0): a spent budget is an end, too."""
+    """Why a run ended: a closed list, printed and stored. The first three are complete runs (exit code 0): a spent budget is an end, too."""
 
     rounds_done = "rounds-done"
     no_headroom = "no-headroom"
-    no_candidates = "no-candidates"
     budget_wall_clock = "budget-wall-clock"
-    budget_usd = "budget-usd"
-    budget_tokens = "budget-tokens"
     interrupted = "interrupted"
     infrastructure = "infrastructure"
     gate_unsound = "gate-unsound"

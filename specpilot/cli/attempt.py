@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from specpilot.cli.options import Plain, RunName
+from specpilot.cli.options import RunName
 from specpilot.cli.status import attempt_table
 from specpilot.cli.tables import console
 from specpilot.errors import NOT_ACCEPTED, UsageError
@@ -41,7 +41,6 @@ def submit(
     run: RunName,
     attempt_id: Annotated[str, typer.Argument(metavar="ATTEMPT")],
     claim: Annotated[Path, typer.Option("--claim", help="File with the claim (see the brief).")],
-    plain: Plain = True,
 ) -> None:
     """Commit the worktree and have it measured and judged: now, or by the run in progress.
 
@@ -53,7 +52,7 @@ def submit(
     from specpilot.loop.external import submit_attempt
     from specpilot.loop.run import open_run
 
-    with open_run(folder, plain=plain) as context:
+    with open_run(folder, plain=True) as context:
         assessment = submit_attempt(context, attempt_id, claim)
     if assessment is None:
         typer.echo(f"{attempt_id} submitted; the run in progress judges it in its next round")

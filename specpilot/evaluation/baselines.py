@@ -103,7 +103,6 @@ def measure_variants(
     settings: MeasurementSettings,
     regime: Regime,
     alpha: float | None = None,
-    device: str = "cpu",
     on_leg: Callable[[str, int, float], None] | None = None,
     keep: dict[str, list[Leg]] | None = None,
 ) -> Baselines:
@@ -123,7 +122,7 @@ def measure_variants(
     watch = CpuWatch()
     legs: dict[str, list[Leg]] = {} if keep is None else keep
     legs.update({name: [] for name, _ in servers})
-    with DeviceLease(device, "measuring baselines"):
+    with DeviceLease("cpu", "measuring baselines") as lease:
         try:
             for _, server in servers:
                 server.freeze()
@@ -150,7 +149,7 @@ def measure_variants(
         prompt_sets=sorted({prompt.id.partition("/")[0] for prompt in prompts}),
         alpha=level,
         seconds=time.monotonic() - began,
-        machine={"device": device, "other_engines": strangers, **watch.summary()},
+        machine={"device": lease.device, "other_engines": strangers, **watch.summary()},
     )
 
 

@@ -200,7 +200,6 @@ def compare(
     on_pair: Callable[[PairEvent], None] | None = None,
     noise_sd: float | None = None,
     max_seconds: float | None = None,
-    device: str = "cpu",
 ) -> tuple[Comparison, list[Leg]]:
     """Measures until the interval decides, at most `settings.max_pairs` pairs or about `max_seconds`.
 
@@ -218,7 +217,7 @@ def compare(
     session = _Session(
         {"base": base, "candidate": candidate}, regime, settings.output_tokens_timed or regime.output_tokens
     )
-    with DeviceLease(device, f"comparing {candidate}") as lease:
+    with DeviceLease("cpu", f"comparing {candidate}") as lease:
         try:
             for side, server in session.servers.items():
                 with session.blamed(side):
@@ -234,7 +233,7 @@ def compare(
                 server.thaw()
     noise = noise_sd if noise_sd is not None else sample_sd(session.decode)
     facts: dict[str, Any] = {
-        "device": device,
+        "device": lease.device,
         "lease_waited_s": round(lease.waited_s, 3),
         "pair_sd": sample_sd(session.decode),
         "noise_sd": noise,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict
 
 from specpilot.contracts import Candidate, Comparison, Reason, Record, StopReason, Verdict
 
 
 class RunMeta(Record):
-    """Identity of a run, fixed when it is created."""
+    """Identity of a run, fixed when it is created. Fields that earlier versions wrote and nobody reads are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
 
     run_id: str
     deployment_name: str
@@ -21,7 +22,6 @@ class RunMeta(Record):
     """Seeds every nonce of the run's prompts; never shown to a candidate."""
     version: str
     memory_url: str
-    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class Prepared(Record):

@@ -152,7 +152,6 @@ class MemoryUse(Part):
     """Names of those merged."""
     learned: int = 0
     """Effects written, refuted ones included."""
-    note: str = ""
 
 
 class Moment(Part):
@@ -184,7 +183,6 @@ class ReportData(Part):
     summary: str = ""
     """One or two sentences on the deployment: target, drafter, load."""
     stop_reason: str = ""
-    stop_detail: str = ""
     elapsed_s: float | None = None
     limit_s: float | None = None
     rounds: int | None = None

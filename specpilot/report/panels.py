@@ -68,7 +68,7 @@ def header(state: RunState) -> Text:
 
 
 def budget(state: RunState) -> Text:
-    """Time used and left, and money where any is spent."""
+    """Time used and left."""
     known = state.budget
     used = time.time() - state.started
     line = Text(f"time {clock(used)}", style="dim")
@@ -84,9 +84,6 @@ def budget(state: RunState) -> Text:
             ("━" * (20 - filled), "dim"),
             f" {clock(left)} left",
         )
-    if known.get("usd") is not None:
-        of = f" of {known['usd_limit']:.2f}" if known.get("usd_limit") is not None else ""
-        line.append(f"   USD {known['usd']:.2f}{of}")
     return line
 
 

@@ -39,7 +39,7 @@ class RunView:
     - `merge`: attempt_id, mechanism, merged, reason, gain, low, high
     - `left-out`: name, outcome, gain, low, high, detail: a merged change against the final engine without it
     - `trial`: worker, arm, values, ratio
-    - `budget`: limit_s, elapsed_s, rounds, usd, usd_limit (prints no line)
+    - `budget`: limit_s, elapsed_s, rounds (prints no line)
     - `note`: level (`info`, `warning`, `error`), text
     - `ended`: stop, resume (the command that goes on): the run stopped before its end
     - `done`: stop, report (path), data (`report.data.ReportData`): prints the closing summary

@@ -108,7 +108,7 @@ def test_hostile_words_stay_words():
     ]
     hostile = data.model_copy(
         update={
-            "attempts": fates, "deployment": evil, "run_id": evil, "summary": evil, "notes": [evil], "stop_detail": evil,
+            "attempts": fates, "deployment": evil, "run_id": evil, "summary": evil, "notes": [evil],
             "steps": [Step(attempt_id="a", mechanism=evil, gain=1.1)],
             "events": [e.model_copy(update={"text": evil}) for e in data.events],
             "hardware": {**data.hardware, "name": evil},
