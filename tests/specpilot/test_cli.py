@@ -19,6 +19,7 @@ import psutil
 import pytest
 import yaml
 
+import specpilot as specpilot_package
 from specpilot import __version__
 from specpilot.cli import main
 from specpilot.contracts import AttemptState, Reason
@@ -28,6 +29,7 @@ from specpilot.run_lock import RunLock
 from specpilot.workspace import Workspace
 from tests.specpilot.test_engine_tree import TOML
 
+ROOT = Path(__file__).parents[2]
 NGRAM = "cpu_c1_smollm2-135m_ngram"
 
 
@@ -377,3 +379,46 @@ def test_commands_start_quickly_and_load_no_torch() -> None:
     code = "import sys\nimport specpilot.cli\nheavy = {'torch', 'sqlalchemy', 'optuna', 'scipy', 'transformers'} & set(sys.modules)\nassert not heavy, heavy"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+CLEAN_AFTER_IMPORT = """
+import importlib, sys, threading
+import psutil
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+me = psutil.Process()
+assert not me.net_connections(kind="all"), me.net_connections(kind="all")
+assert not me.open_files(), me.open_files()
+assert not me.children(), me.children()
+assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+"""
+
+
+def control_plane() -> list[str]:
+    """All modules of the control plane but for scripts: Alembic's, and those that an export carries."""
+    root = Path(specpilot_package.__file__).parent
+    found = []
+    for folder in (root, root / "agents", root / "costmodel", root / "memory"):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            if parts[0] not in ("engines", "kernels") and "/".join(parts[:2]) not in (
+                "export/files",
+                "memory/migrations",
+            ):
+                found.append(".".join(("specpilot", *parts)).removesuffix(".__init__"))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("modules", [["specpilot.cli"], control_plane()], ids=["cli", "all"])
+def test_an_import_prints_writes_and_starts_nothing(modules: list[str], tmp_path: Path) -> None:
+    home, scratch = tmp_path / "home", tmp_path / "tmp"
+    home.mkdir()
+    scratch.mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SPECPILOT_", "XDG_"))}
+    child = kept | {"HOME": str(home), "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", CLEAN_AFTER_IMPORT, *modules],
+        capture_output=True, text=True, timeout=120, check=False, cwd=home, env=child,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert sorted(tmp_path.rglob("*")) == [home, scratch]
