@@ -111,13 +111,14 @@ def build_config(metadata: Metadata, has_own_head: bool) -> dict[str, Any]:
     head_dim = int(key_length)
     if metadata.get("llama.rope.dimension_count", head_dim) != head_dim:
         raise ImportRefused("rope over a part of head_dim is not supported")
-    pad_token: Any = metadata.get("tokenizer.ggml.padding_token_id", metadata["tokenizer.ggml.eos_token_id"])
+    eos_token = int(_require(metadata, "tokenizer.ggml.eos_token_id"))
+    pad_token: Any = metadata.get("tokenizer.ggml.padding_token_id", eos_token)
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": int(_require(metadata, "tokenizer.ggml.bos_token_id")),
-        "eos_token_id": int(_require(metadata, "tokenizer.ggml.eos_token_id")),
+        "eos_token_id": eos_token,
         "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": hidden,

@@ -70,7 +70,7 @@ def gguf_name(name: str) -> str:
 
 
 def write_gguf(
-    path: Path, architecture: str = "llama", pre: str = "smollm", drop: str = "", **extra: Any
+    path: Path, architecture: str = "llama", pre: str = "smollm", drop: str = "", eos: bool = True, **extra: Any
 ) -> dict[str, NDArray[np.float32]]:
     """Write the tiny model as GGUF (Q8_0 where rows allow it for v_proj, else float32); returns the true weights."""
     truth = weights()
@@ -90,7 +90,8 @@ def write_gguf(
     writer.add_token_types([SPECIAL if token.startswith("<|") else 1 for token in TOKENS])
     writer.add_token_merges(["h e", "1 2", "Ġ 1"])
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    if eos:
+        writer.add_eos_token_id(2)
     writer.add_chat_template("{{ messages }}")
     for key, value in extra.items():
         writer.add_string(key.replace("__", "."), value)
@@ -195,9 +196,11 @@ def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
     write_gguf(tmp_path / "pre.gguf", pre="other-pre")
     write_gguf(tmp_path / "hole.gguf", drop="model.layers.1.mlp.up_proj.weight")
     write_gguf(tmp_path / "scaled.gguf", llama__rope__scaling__type="yarn")
+    write_gguf(tmp_path / "endless.gguf", eos=False)
     cases = {
         "missing": "no such file", "text": "not a GGUF file", "cut": "damaged or truncated", "falcon": "'falcon' is not supported",
         "pre": "pre-tokeniser 'other-pre'", "hole": "model.layers.1.mlp.up_proj.weight", "scaled": "rope scaling 'yarn'",
+        "endless": "'tokenizer.ggml.eos_token_id' is missing",
     }  # fmt: skip
     for name, message in cases.items():
         with pytest.raises(ImportRefused, match=message):
