@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from slim_engine.errors import CheckpointError
 
@@ -18,9 +18,12 @@ class Weights:
         self.folder = folder
         self._tensors: dict[str, torch.Tensor] = {}
         for path in weight_files(folder):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    self._tensors[name] = file.get_tensor(name)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():
+                        self._tensors[name] = file.get_tensor(name)
+            except SafetensorError as error:
+                raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
 
     def matrix(self, name: str, *shape: int) -> torch.Tensor:
         """Tensor `name`, BF16 as every matrix of a served checkpoint is. Raises CheckpointError for name, shape or dtype."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,16 +71,44 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint folder: no config.json")
+    return read_object(path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError if it holds anything else."""
     try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    return dict(config)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
 
 
 def target_config(folder: Path) -> TargetConfig:
-    """Raises CheckpointError for a missing key or an architecture that is not in TARGETS."""
-    raw = read_config(folder)
+    """Raises CheckpointError for a missing key, a value of the wrong kind, or an architecture that is not in TARGETS."""
+    with _told(folder):
+        return _target_config(folder, read_config(folder))
+
+
+def drafter_config(folder: Path, target: TargetConfig) -> DrafterConfig:
+    """Keys are looked up in dflash_config first, then at top level, then take the default. Raises CheckpointError."""
+    with _told(folder):
+        return _drafter_config(folder, read_config(folder), target)
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """What wrong values in config.json raise, as CheckpointError."""
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"{folder}/config.json has no key {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder}/config.json holds a value of the wrong kind: {error}") from error
+
+
+def _target_config(folder: Path, raw: dict[str, Any]) -> TargetConfig:
     architecture = (raw.get("architectures") or ["?"])[0]
     if architecture not in TARGETS:
         raise CheckpointError(f"{folder}: architecture {architecture} is not served; known: {', '.join(TARGETS)}")
@@ -92,9 +122,7 @@ def target_config(folder: Path) -> TargetConfig:
     )
 
 
-def drafter_config(folder: Path, target: TargetConfig) -> DrafterConfig:
-    """Keys are looked up in dflash_config first, then at top level, then take the default. Raises CheckpointError."""
-    raw = read_config(folder)
+def _drafter_config(folder: Path, raw: dict[str, Any], target: TargetConfig) -> DrafterConfig:
     architecture = (raw.get("architectures") or ["?"])[0]
     if architecture not in DRAFTERS:
         raise CheckpointError(
@@ -136,7 +164,7 @@ def drafter_config(folder: Path, target: TargetConfig) -> DrafterConfig:
         mask_token_id=int(mask),
         target_layer_ids=taps,
         causal=tuple(s if is_causal is None else bool(is_causal) for s in sliding),
-        windows=tuple(raw["sliding_window"] if s else None for s in sliding),
+        windows=tuple(_size(raw, "sliding_window") if s else None for s in sliding),
         input_embedding_scale=float(key("input_embedding_scale", 1.0)),
         output_multiplier=float(key("output_multiplier", 1.0)),
         final_logit_softcapping=key("final_logit_softcapping"),
@@ -153,23 +181,29 @@ def default_taps(draft_layers: int, target_layers: int) -> list[int]:
 def _common(folder: Path, raw: dict[str, Any], qk_norm: bool) -> dict[str, Any]:
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{folder}: hidden_act {raw['hidden_act']} is not supported, only silu")
-    try:
-        heads = raw["num_attention_heads"]
-        return {
-            "hidden_size": raw["hidden_size"],
-            "intermediate_size": raw["intermediate_size"],
-            "num_layers": raw["num_hidden_layers"],
-            "num_heads": heads,
-            "num_kv_heads": raw.get("num_key_value_heads") or heads,
-            "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
-            "vocab_size": raw["vocab_size"],
-            "rms_norm_eps": raw["rms_norm_eps"],
-            "rope": _rope(folder, raw),
-            "max_position": raw.get("max_position_embeddings", 2048),
-            "qk_norm": qk_norm,
-        }
-    except KeyError as error:
-        raise CheckpointError(f"{folder}/config.json has no key {error}") from error
+    heads = _size(raw, "num_attention_heads")
+    hidden = _size(raw, "hidden_size")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": _size(raw, "intermediate_size"),
+        "num_layers": _size(raw, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": _size(raw, "num_key_value_heads", heads),
+        "head_dim": _size(raw, "head_dim", hidden // heads),
+        "vocab_size": _size(raw, "vocab_size"),
+        "rms_norm_eps": float(raw["rms_norm_eps"]),
+        "rope": _rope(folder, raw),
+        "max_position": _size(raw, "max_position_embeddings", 2048),
+        "qk_norm": qk_norm,
+    }
+
+
+def _size(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number from 1 on. Raises KeyError, ValueError."""
+    value = raw[key] if default is None else raw.get(key) or default
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} is {value!r}, not a whole number from 1 on")
+    return value
 
 
 def _rope(folder: Path, raw: dict[str, Any]) -> RopeConfig:
@@ -193,8 +227,8 @@ def _rope(folder: Path, raw: dict[str, Any]) -> RopeConfig:
 def _eos(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """EOS ids of generation_config.json where there is one (it is what generation stops at), else of config.json."""
     path = folder / "generation_config.json"
-    generation = json.loads(path.read_text()) if path.is_file() else {}
+    generation = read_object(path) if path.is_file() else {}
     value = generation.get("eos_token_id", raw.get("eos_token_id"))
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    return tuple(int(token) for token in (value if isinstance(value, list) else [value]))

@@ -11,6 +11,7 @@ import jinja2
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from slim_engine.config import read_object
 from slim_engine.errors import CheckpointError, RequestError
 
 _INCOMPLETE = "\ufffd"  # what a decoder shows for half a character
@@ -33,9 +34,12 @@ class TextCodec:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json")
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises no narrower type
+            raise CheckpointError(f"{path} is not a tokenizer: {error}") from error
         settings = folder / "tokenizer_config.json"
-        self._config: dict[str, Any] = json.loads(settings.read_text()) if settings.is_file() else {}
+        self._config: dict[str, Any] = read_object(settings) if settings.is_file() else {}
         self._template = self._load_template(folder)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -90,7 +94,10 @@ class TextCodec:
         )
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = _raise
-        return environment.from_string(source)
+        try:
+            return environment.from_string(source)
+        except (jinja2.TemplateSyntaxError, TypeError) as error:
+            raise CheckpointError(f"{folder}: the chat template cannot be read: {error}") from error
 
     def _special_tokens(self) -> dict[str, str]:
         out = {}
