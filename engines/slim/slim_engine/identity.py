@@ -28,11 +28,13 @@ def tree_digest(tree: Path = TREE) -> str:
 class Identity:
     """Fixed facts, taken at start-up, before a file can change under the server."""
 
-    def __init__(self, loaded: Loaded, variant: str) -> None:
+    def __init__(self, loaded: Loaded, variant: str, threads: int) -> None:
+        """threads: torch's in the engine thread, where alone they compute."""
         options, drafter = loaded.options, loaded.models.drafter
         self._loaded = loaded
         self._digest = tree_digest()
         self._variant = variant
+        self._threads = threads
         self._drafter: dict[str, Any] = {
             "method": options.method,
             "path": None,
@@ -55,7 +57,7 @@ class Identity:
             "variant": self._variant,
             "compute": loaded.options.compute,
             "kv_cache_dtype": "float32",  # of kv.py; whoever stores it narrower says so here, and the cost model counts fewer bytes
-            "threads": torch.get_num_threads(),
+            "threads": self._threads,
             "torch": torch.__version__,
             "max_len": loaded.max_len,
             "max_requests": loaded.options.max_requests,

@@ -49,23 +49,27 @@ class Scheduler:
         """One prefill chunk, if a prompt is pending, and one decode round of all running requests. An error ends the requests it hit."""
         self._drop_cancelled()
         while self._waiting and len(self._prefilling) + len(self._running) < self._max_running:
-            self._prefilling.append(self._admit(self._waiting.popleft()))
+            self._guard([self._waiting.popleft()], self._admit)
         if self._prefilling:
             self._guard([self._prefilling[0]], self._prefill)
         if self._running:
             self._guard(list(self._running), self._decode)
 
     def abort_all(self, message: str) -> None:
-        """Ends every request."""
+        """Ends every request, also where ending one of them fails."""
         for request in [*self._waiting, *self._prefilling, *self._running]:
-            self._fail(request, message)
+            try:
+                self._fail(request, message)
+            except Exception:
+                traceback.print_exc()
         self._waiting.clear()
 
-    def _admit(self, request: Request) -> Request:
+    def _admit(self, requests: list[Request]) -> None:
+        request = requests[0]
         request.cache = self.models.target.pool.take()
         if self._drafter_for(request) is not None:
             self._drafter_for(request).start(request)
-        return request
+        self._prefilling.append(request)
 
     def _drafter_for(self, request: Request) -> Any:
         """None for pure scoring, which needs no drafts."""
@@ -145,8 +149,10 @@ class Scheduler:
 
     def _fail(self, request: Request, message: str) -> None:
         request.finish = {"type": "abort", "message": message}
-        self._release(request)
-        request.emit(Chunk([], [], request.finish))
+        try:
+            self._release(request)
+        finally:
+            request.emit(Chunk([], [], request.finish))
 
     def _drop_cancelled(self) -> None:
         for request in [r for r in [*self._waiting, *self._prefilling, *self._running] if r.cancelled]:
@@ -164,6 +170,8 @@ class EngineThread:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._farewell = _GOING_DOWN  # what requests hear that come, or still run, when the thread ends
+        self.threads = 0  # of torch in this thread, once the models are loaded
         self.ready: Future[Scheduler] = Future()
         self._thread = threading.Thread(target=self._run, name="slim-engine", daemon=True)
 
@@ -191,7 +199,7 @@ class EngineThread:
     def submit(self, request: Request) -> None:
         """Hands a request over; its chunks arrive through request.emit, called in the engine thread."""
         if not self._post(lambda: self.ready.result().add(request)):
-            request.finish = {"type": "abort", "message": _GOING_DOWN}
+            request.finish = {"type": "abort", "message": self._farewell}
             request.emit(Chunk([], [], request.finish))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -205,7 +213,7 @@ class EngineThread:
                 future.set_exception(error)
 
         if not self._post(run):
-            future.set_exception(ValueError(_GOING_DOWN))
+            future.set_exception(ValueError(self._farewell))
         return future
 
     def _post(self, item: Callable[[], None]) -> bool:
@@ -217,25 +225,35 @@ class EngineThread:
             return not self._stopping
 
     def _run(self) -> None:
-        if self._threads:
-            torch.set_num_threads(self._threads)
         with torch.inference_mode():
             try:
+                if self._threads:
+                    torch.set_num_threads(self._threads)
                 scheduler = self._make()
             except BaseException as error:
                 self.ready.set_exception(error)
                 return
+            self.threads = torch.get_num_threads()
             gc.freeze()  # the models live as long as the process: no collection need look at them
             self.ready.set_result(scheduler)
-            while not self._stopping:
-                with self._wake:
-                    while not self._inbox and not scheduler.busy and not self._stopping:
-                        self._wake.wait()
+            try:
+                self._work(scheduler)
+            except BaseException as error:  # nobody above would tell the clients that wait
+                traceback.print_exc()
+                self._farewell = f"the engine thread ended: {type(error).__name__}: {error}"
+            finally:
+                self.halt()  # from here on nothing is taken, so that nothing is left waiting
                 self._empty_inbox()
-                if scheduler.busy:
-                    scheduler.step()
+                scheduler.abort_all(self._farewell)
+
+    def _work(self, scheduler: Scheduler) -> None:
+        while not self._stopping:
+            with self._wake:
+                while not self._inbox and not scheduler.busy and not self._stopping:
+                    self._wake.wait()
             self._empty_inbox()
-            scheduler.abort_all(_GOING_DOWN)
+            if scheduler.busy:
+                scheduler.step()
 
     def _empty_inbox(self) -> None:
         while self._inbox:

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -52,11 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             thread,
             scheduler.loaded,
             TextCodec(options.target),
-            Identity(scheduler.loaded, args.variant),
+            Identity(scheduler.loaded, args.variant, thread.threads),
             args.name or options.target.name,
         )
     except SlimError as error:
         print(f"slim: {error}", file=sys.stderr)
+        listener.close()
+        thread.stop()
         return 2
     print(
         f"slim: {service.model_name} ({options.method}) on http://{args.host}:{listener.getsockname()[1]}", flush=True
@@ -136,23 +139,42 @@ def _error(status: int, message: str, kind: str) -> JSONResponse:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse, with wrong options told in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"slim: {message}; --help lists the options\n")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535; 0: any free one)")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m slim_engine.server", description="Serve a target with a block drafter on the CPU."
     )
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder of the target")
     parser.add_argument("--drafter", default="none", help="checkpoint folder of a DFlash drafter, `ngram` or `none`")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=_port, required=True)
     parser.add_argument(
         "--no-speculation", action="store_true", help="decode autoregressively; the drafter is not loaded"
     )
     parser.add_argument(
         "--compute", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the weight products"
     )
-    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's own choice)")
-    parser.add_argument("--max-requests", type=int, default=8, help="requests decoded at once; more wait")
-    parser.add_argument("--max-len", type=int, default=2048, help="prompt plus new tokens of one request")
+    parser.add_argument("--threads", type=_positive, default=None, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--max-requests", type=_positive, default=8, help="requests decoded at once; more wait")
+    parser.add_argument("--max-len", type=_positive, default=2048, help="prompt plus new tokens of one request")
     parser.add_argument("--variant", default="unnamed", help="name shown in /server_info")
     parser.add_argument(
         "--name", default=None, help="model name of the OpenAI endpoints (default: the target folder's name)"

@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from slim_engine import native, ops, profiling
 from slim_engine.checkpoint import digest
-from slim_engine.config import target_config
+from slim_engine.config import drafter_config, target_config
 from slim_engine.errors import CheckpointError, TunableError
 from slim_engine.identity import tree_digest
 from slim_engine.linear import make_linear
+from slim_engine.server import main as server_main
 from slim_engine.tunables import TREE, load_tunables
 
 from tests.engines.slim.support import engine, run
-from tests.helpers.tiny_model import make_tiny_model
+from tests.helpers.tiny_model import make_tiny_drafter, make_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,11 @@ from tests.helpers.tiny_model import make_tiny_model
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type yarn"),
         ({"hidden_size": None}, "NoneType|unsupported"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no key 'low_freq_factor'"),
+        ({"rope_scaling": "yarn"}, "wrong kind"),
+        ({"architectures": 3}, "wrong kind"),
     ],
 )
 def test_targets_that_cannot_be_served(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -43,6 +49,47 @@ def test_targets_that_cannot_be_served(tmp_path: Path, change: dict[str, Any], w
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=words):
         target_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "[]", "must hold a JSON object, not a list"),
+        ("config.json", "{", "not valid JSON"),
+        ("config.json", b"\xff\xfe", "not valid JSON"),
+        ("generation_config.json", "no JSON", "generation_config.json is not valid JSON"),
+        ("generation_config.json", "3", "must hold a JSON object"),
+        ("generation_config.json", '{"eos_token_id": {}}', "wrong kind"),
+        ("tokenizer_config.json", "[", "tokenizer_config.json is not valid JSON"),
+        ("tokenizer.json", "{}", "is not a tokenizer"),
+        ("chat_template.jinja", "{% for %}", "chat template cannot be read"),
+        ("model.safetensors", "short", "damaged or no safetensors file"),
+    ],
+)
+def test_damaged_files_are_told_in_one_line(
+    tmp_path: Path, name: str, content: str | bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_tiny_model(tmp_path / "t")
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert server_main(["--target", str(folder), "--port", "0", "--threads", "1"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.startswith("slim: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": ["sliding_attention"] * 2}, "no key 'sliding_window'"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "sliding_window is None"),
+        ({"dflash_config": []}, "wrong kind|mask_token_id"),
+        ({"dflash_config": {"mask_token_id": "x"}}, "wrong kind"),
+        ({"block_size": "large"}, "wrong kind"),
+    ],
+)
+def test_drafters_that_cannot_be_served(llama: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    folder = make_tiny_drafter(tmp_path / "d", llama, **change)
+    with pytest.raises(CheckpointError, match=words):
+        drafter_config(folder, target_config(llama))
 
 
 def test_missing_and_wrong_weights(tmp_path: Path) -> None:
