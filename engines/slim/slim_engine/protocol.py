@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -94,8 +95,50 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+_OPENAI_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's own
+    "n": (1,),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    # what vLLM and SGLang take besides
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "min_new_tokens": (0,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+"""Fields that would change the answer and are not supported -> values, besides null, that ask for nothing."""
+
+
 class OpenAIBody(BaseModel):
-    """What both OpenAI endpoints share. Fields that would change the answer and are not supported are refused; others are ignored."""
+    """What both OpenAI endpoints share. A field of `_OPENAI_NEUTRAL` is refused by name unless it asks for nothing; unknown ones are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -105,19 +148,21 @@ class OpenAIBody(BaseModel):
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool | None = True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int | None = 1
-    frequency_penalty: float | None = 0
-    presence_penalty: float | None = 0
-    logit_bias: dict[str, float] | None = None
 
-    @model_validator(mode="after")
-    def _supported(self) -> OpenAIBody:
-        if self.n not in (None, 1) or self.frequency_penalty or self.presence_penalty or self.logit_bias:
-            raise ValueError("n > 1, frequency_penalty, presence_penalty and logit_bias are not supported")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, body: Any) -> Any:
+        for name, neutral in _OPENAI_NEUTRAL.items() if isinstance(body, dict) else ():
+            value = body.get(name)
+            if value is not None and value not in neutral:
+                only = f" (only {' or '.join(json.dumps(v) for v in neutral)})" if neutral else ""
+                raise ValueError(f"{name} is not supported{only}")
+        return body
 
     def params(self, max_new_tokens: int) -> SamplingParams:
         return SamplingParams(
@@ -128,6 +173,8 @@ class OpenAIBody(BaseModel):
             seed=None if self.seed is None else self.seed % 2**63,
             ignore_eos=self.ignore_eos,
             stop=_stops(self.stop),
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            skip_special_tokens=self.skip_special_tokens is not False,
         )
 
 
@@ -137,14 +184,9 @@ class CompletionBody(OpenAIBody):
     prompt: str | list[int] | list[str]
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20, strict=True)
-    echo: bool = False
-    best_of: int | None = 1
-    suffix: str | None = None
 
     @model_validator(mode="after")
     def _plain(self) -> CompletionBody:
-        if self.echo or self.suffix or self.best_of not in (None, 1):
-            raise ValueError("echo, suffix and best_of > 1 are not supported")
         if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str) and len(self.prompt) != 1:
             raise ValueError("one prompt per request")
         return self
@@ -158,14 +200,9 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _plain(self) -> ChatBody:
-        if self.tools or self.functions or (self.response_format or {"type": "text"}).get("type") != "text":
-            raise ValueError("tools, functions and response_format other than text are not supported")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         for message in self.messages:

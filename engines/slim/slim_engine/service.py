@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -49,11 +51,15 @@ class Generation:
     async def wait(self, http: HttpRequest) -> str:
         """Runs to the end and returns the text; cancels if the client goes away. Raises EngineFault."""
         pieces: list[str] = []
+        look_at = time.monotonic() + _POLL_S
         while True:
-            try:
+            chunk = None
+            with contextlib.suppress(TimeoutError):
                 chunk = await asyncio.wait_for(self.queue.get(), _POLL_S)
-            except TimeoutError:
+            if time.monotonic() >= look_at:  # also where chunks never stop coming
                 self.request.cancelled = self.request.cancelled or await http.is_disconnected()
+                look_at = time.monotonic() + _POLL_S
+            if chunk is None:
                 continue
             self.output_logprobs += chunk.logprobs
             pieces.append(self.text.push(chunk.token_ids, last=chunk.finish is not None))

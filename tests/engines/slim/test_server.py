@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,6 +19,12 @@ import httpx
 import openai
 import pytest
 import torch
+from fastapi import Request as HttpRequest
+from slim_engine import service
+from slim_engine.request import Chunk, Request
+from slim_engine.sampling import SamplingParams
+from slim_engine.server import main as server_main
+from slim_engine.text import TextCodec, TextStream
 from transformers import AutoModelForCausalLM
 
 from tests.engines.slim.conftest import TREE
@@ -205,6 +212,34 @@ def test_a_client_that_leaves_frees_its_slot(server: str) -> None:
     raise AssertionError("requests of departed clients are still running")
 
 
+def test_a_client_that_leaves_is_noticed_though_chunks_never_stop(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A non-streaming request whose client is gone before its first chunk, and an engine that stops only when told."""
+    monkeypatch.setattr(service, "_POLL_S", 0.1)
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def scene() -> None:
+        chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        request = Request("r", PROMPT, SamplingParams(max_new_tokens=10**6), (), chunks.put_nowait)
+        generation = service.Generation(request, chunks, TextStream(TextCodec(llama), ()))
+
+        async def decode() -> None:
+            while not request.cancelled:
+                request.emit(Chunk([VOCAB - 1], [], None))
+                await asyncio.sleep(0.001)
+            request.emit(Chunk([], [], {"type": "abort", "message": "cancelled"}))
+
+        engine_thread = asyncio.create_task(decode())
+        try:
+            with pytest.raises(service.EngineFault, match="cancelled"):
+                await asyncio.wait_for(generation.wait(HttpRequest({"type": "http"}, gone)), 10)
+        finally:
+            engine_thread.cancel()
+
+    asyncio.run(scene())
+
+
 @pytest.fixture(scope="module")
 def client(server: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as made:
@@ -367,6 +402,7 @@ def _chat_prompt() -> list[int]:
         {"tools": [{"type": "function"}]},
         {"temperature": 9},
         {"max_tokens": 100000},
+        {"extra_body": {"stop_token_ids": ["a"]}},
     ],
 )
 def test_openai_wrong_input(client: openai.OpenAI, change: dict[str, Any]) -> None:
@@ -374,6 +410,45 @@ def test_openai_wrong_input(client: openai.OpenAI, change: dict[str, Any]) -> No
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**options)
     assert caught.value.body
+
+
+_REFUSED = {
+    "n": 2,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.5,
+    "logit_bias": {"5": 3.0},
+    "repetition_penalty": 1.5,
+    "min_p": 0.3,
+    "min_tokens": 2,
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function"}],
+    "guided_regex": "a+",
+    "best_of": 2,
+    "echo": True,
+    "suffix": "end",
+}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_openai_refuses_by_name_what_would_change_the_answer(server: str, path: str) -> None:
+    body: dict[str, Any] = {"max_tokens": 2, "prompt": PROMPT}
+    if path != "completions":
+        body = {"max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    for name, value in _REFUSED.items():
+        answer = httpx.post(f"{server}/v1/{path}", json=body | {name: value})
+        assert answer.status_code == 400, name
+        assert f"{name} is not supported" in answer.json()["error"]["message"]
+    neutral = {"n": 1, "repetition_penalty": 1.0, "min_p": 0, "min_tokens": 0, "response_format": {"type": "text"}}
+    for same in (neutral, dict.fromkeys(_REFUSED), {"user": "somebody", "logit_bias": {}, "tools": []}):
+        assert httpx.post(f"{server}/v1/{path}", json=body | same).status_code == 200
+
+
+def test_openai_stop_token_ids(client: openai.OpenAI, truth: list[int]) -> None:
+    at = next(i for i in range(3, 60) if truth[i] not in truth[:i])
+    extra = {"ignore_eos": True, "stop_token_ids": [truth[at]]}
+    done = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=60, temperature=0, extra_body=extra)
+    assert done.usage is not None and done.usage.completion_tokens == at + 1
+    assert done.choices[0].finish_reason == "stop"
 
 
 def test_port_in_use(server: str, llama: Path) -> None:
@@ -389,6 +464,40 @@ def test_missing_checkpoint(llama: Path, arguments: list[str]) -> None:
     assert process.wait(60) == 2
     error = process.communicate()[1]
     assert "/nowhere is not a folder" in error and "Traceback" not in error
+
+
+def test_threads_are_those_asked_for(llama: Path) -> None:
+    """--threads counts, whatever OMP_NUM_THREADS says."""
+    port = _free_port()
+    process = _start("--target", str(llama), "--port", str(port), OMP_NUM_THREADS="2")
+    try:
+        for _ in range(600):
+            try:
+                info = httpx.get(f"http://127.0.0.1:{port}/server_info").json()
+                break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        assert info["threads"] == 1
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[("--threads", v) for v in ("-1", "0", "two")],
+        *[("--max-requests", v) for v in ("0", "-3")],
+        ("--max-len", "0"),
+        *[("--port", v) for v in ("70000", "-1", "http")],
+    ],
+)
+def test_wrong_options_are_one_line_and_a_code(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        server_main(["--target", "/nowhere", "--port", "0", option, value])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"slim: argument {option}: ") and value in said and said.count("\n") == 1
 
 
 def test_sigterm_during_generation(llama: Path) -> None:
