@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sqlite3
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,8 +30,8 @@ from tests.helpers.killing import run_with_kills, state_of  # noqa: E402
 from tests.specpilot.loop.setting import fake_setting, patch_between, remember  # noqa: E402
 
 
-def made_up(folder: Path) -> tuple[Path, dict[str, str]]:
-    """A deployment with known fates: one mechanism merges, one is lossy, one is slower."""
+def made_up(folder: Path) -> tuple[Path, Path]:
+    """A deployment with known fates, and its memory: one mechanism merges, one is lossy, one is slower."""
     stock = Behaviour(round_s=0.012)
     deployment = fake_setting(folder, stock)
     seed = folder / "seed.sqlite"
@@ -37,7 +39,16 @@ def made_up(folder: Path) -> tuple[Path, dict[str, str]]:
         remember(store, "half-the-round", patch_between(stock, replace(stock, round_s=0.006)))
         remember(store, "lossy", patch_between(stock, replace(stock, round_s=0.003, wrong_every=4)))
         remember(store, "slower", patch_between(stock, replace(stock, round_s=0.02)))
-    return deployment.folder / "deployment.yaml", {"SPECPILOT_MEMORY_URL": f"sqlite:///{seed}"}
+    return deployment.folder / "deployment.yaml", seed
+
+
+def own_memory(folder: Path, name: str, seed: Path | None) -> dict[str, str]:
+    """Environment with a memory for one run alone, grown from `seed`: what one run learns must not change what the other tries."""
+    path = folder / f"{name}.sqlite"
+    if seed is not None:
+        with closing(sqlite3.connect(seed)) as source, closing(sqlite3.connect(path)) as copy:
+            source.backup(copy)
+    return {"SPECPILOT_MEMORY_URL": f"sqlite:///{path}"}
 
 
 def main() -> int:
@@ -53,24 +64,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kill-resume-") as name:
         folder = Path(name)
         if options.deployment:
-            deployment, environment = find_deployment(options.deployment), dict[str, str]()
+            deployment, seed = find_deployment(options.deployment), None
         else:
-            deployment, environment = made_up(folder)
+            deployment, seed = made_up(folder)
+        own = {name: own_memory(folder, name, seed) for name in ("calm", "hurt")}
         began = time.monotonic()
-        # A memory each: what the first run learns must not change what the second tries.
-        own = [
-            environment or {"SPECPILOT_MEMORY_URL": f"sqlite:///{folder / name}.sqlite"} for name in ("calm", "hurt")
-        ]
-        calm = run_with_kills(deployment, folder / "calm", [], arguments=arguments, environment=own[0])
+        calm = run_with_kills(deployment, folder / "calm", [], arguments=arguments, environment=own["calm"])
         whole = options.within or time.monotonic() - began
         generator = random.Random(options.seed)
         # Later lives have less left to do, so a life is killed within a share of the whole that leaves work for the rest.
         delays = [1.0 + generator.random() * 2.0 * whole / options.kills for _ in range(options.kills)]
-        hurt = run_with_kills(deployment, folder / "hurt", delays, arguments=arguments, environment=own[1])
+        hurt = run_with_kills(deployment, folder / "hurt", delays, arguments=arguments, environment=own["hurt"])
         expected, found = state_of(folder / "calm"), state_of(folder / "hurt")
         left = [path.name for path in (folder / "hurt" / "worktrees").iterdir()]
         record = {
-            "kills": [round(item, 2) for item in hurt.kills],
+            "kills": [round(item, 2) for item in delays[: len(hurt.kills)]],
             "exit_codes": [calm.exit_code, hurt.exit_code],
             "same_state": expected == found,
             "repeated": hurt.repeated,
