@@ -1,16 +1,15 @@
-"""The machine probe: positive, repeatable, cached, and honest without a compiler."""
+"""The machine probe: positive, cached, and honest without a compiler."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from specpilot.costmodel import Hardware, measure_machine, measured_machine, resolve_hardware, this_machine
+from specpilot.costmodel import measure_machine, measured_machine, resolve_hardware, this_machine
 from specpilot.costmodel import probe as probe_module
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -32,23 +31,14 @@ def short(monkeypatch):
 
 
 @needs_compiler
-def test_native_probe_is_positive_and_repeatable(monkeypatch):
-    monkeypatch.setattr(probe_module, "REPEATS", 10)
-    monkeypatch.setattr(probe_module, "working_set", lambda cache_bytes: 256 << 20)
-    found: list[Hardware] = []
-    while len(found) < 5 and not any(agree(a, b) for a, b in combinations(found, 2)):
-        found.append(measure_machine())  # other tests may use the cores meanwhile: two of five must agree
-        assert found[-1].source == "measured" and found[-1].copy_gbs
-        assert found[-1].ridge > 0.1 and found[-1].launch_us > 0
-        assert found[-1].bandwidth_gbs <= found[-1].best["read_gbs"]
-        assert found[-1].at_best().bandwidth_gbs == found[-1].best["read_gbs"]
-    assert any(agree(a, b) for a, b in combinations(found, 2)), found
-
-
-def agree(first: Hardware, second: Hardware) -> bool:
-    """Within a factor of two."""
-    pairs = ((first.bandwidth_gbs, second.bandwidth_gbs), (first.peak(), second.peak()))
-    return all(0.5 < a / b < 2.0 for a, b in pairs)
+def test_native_probe_is_positive_and_no_median_beats_the_best_pass():
+    found = measure_machine()
+    assert found.source == "measured" and found.copy_gbs and found.ridge > 0 and found.launch_us > 0
+    assert 0 < found.bandwidth_gbs <= found.best["read_gbs"]
+    assert 0 < found.copy_gbs <= found.best["copy_gbs"]
+    assert 0 < found.peak() <= found.best["fma_gflops"]
+    assert found.launch_us >= found.best["fork_join_us"] > 0
+    assert found.at_best().bandwidth_gbs == found.best["read_gbs"]
 
 
 def test_without_a_compiler_numpy_measures_a_flagged_lower_bound(monkeypatch, tmp_path: Path):

@@ -24,6 +24,8 @@ from specpilot.evaluation.wire import (
 from tests.helpers.fake_server import EOS, Behaviour, build, predict
 
 PROMPT = list(range(40, 60))
+HANG_S = 60.0
+"""Seconds after which a call counts as hanging: far above any deadline set here, however busy the machine."""
 
 
 def greedy(prompt: list[int], n: int) -> list[int]:
@@ -106,15 +108,15 @@ def test_hanging_answer_times_out(talk) -> None:
     began = time.monotonic()
     with pytest.raises(EngineTimeout):
         talk(timeout_s=0.3, hang_after_tokens=3).generate(PROMPT, max_new_tokens=8)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < HANG_S
 
 
 def test_trickling_answer_meets_the_whole_answers_deadline(talk) -> None:
     # A chunk every 50 ms never trips a per-read timeout of 0.3 s; the answer as a whole must.
     began = time.monotonic()
     with pytest.raises(EngineTimeout, match="not complete"):
-        talk(timeout_s=0.3, round_s=0.05).generate(PROMPT, max_new_tokens=400)
-    assert time.monotonic() - began < 2.0
+        talk(timeout_s=0.3, round_s=0.05).generate(PROMPT, max_new_tokens=12_000)  # 200 s, if nothing ended it
+    assert time.monotonic() - began < HANG_S
 
 
 @pytest.mark.parametrize("line", [b"X-Pad: 1\r\n", b"\r\nHTTP/1.1 103 Early Hints\r\n"])
@@ -142,7 +144,7 @@ def test_endless_headers_meet_the_deadline(line: bytes) -> None:
         with pytest.raises(EngineTimeout):
             client.server_info(0.2)
         assert not client.healthy(0.2)
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < HANG_S
         over.set()
         client.close()
 
