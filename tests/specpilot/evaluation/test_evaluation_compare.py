@@ -19,6 +19,7 @@ from specpilot.evaluation.client import EngineClient
 from specpilot.evaluation.compare import PairEvent, compare, is_decided, seen_end_to_end, stray_work
 from specpilot.evaluation.errors import CandidateFailed, EngineCrash, EngineError
 from specpilot.evaluation.prompts import Prompt, PromptPool
+from specpilot.evaluation.server import EngineServer
 from specpilot.evaluation.stats import Interval
 
 REGIME = Regime(concurrency=1, output_tokens=19)
@@ -75,13 +76,21 @@ def test_pairs_are_abba_on_the_same_fresh_prompts(engine, stream) -> None:
     assert all(leg.counters["committed_tokens"] == 18 for leg in legs)
 
 
+def cpu_seconds(server: EngineServer) -> float:
+    """CPU time that the processes of an engine have used so far."""
+    return sum(times.user + times.system for p in server.child.processes() for times in [p.cpu_times()])
+
+
 def test_the_idle_side_is_frozen_while_the_other_is_timed(engine, stream) -> None:
     # The base burns CPU whenever it may; while the candidate is timed it must not.
     base, candidate = engine(commit="aa", idle_burn=True, round_s=0.03), engine(commit="bb", round_s=0.1)
     settings = MeasurementSettings(max_pairs=2, min_pairs=2)
+    burned, began = cpu_seconds(base), time.perf_counter()
     found, legs = compare(base, candidate, stream, settings, 0.02, regime=REGIME)
-    # Six rounds of 100 ms, twice: a base that burned through them would be seen (compare itself refuses it).
-    assert sum(leg.wall_s for leg in legs if leg.side == "candidate") > 1.2
+    burned, elapsed = cpu_seconds(base) - burned, time.perf_counter() - began
+    timed = sum(leg.wall_s for leg in legs if leg.side == "candidate")
+    # One thread of Python burns at most one core: `elapsed` seconds, had it not been stopped for `timed` of them.
+    assert 0 < burned < elapsed - timed / 2
     assert len(found.pairs) == 2
     assert {"foreign_cpu_share", "stolen_cpu_share", "warnings", "load_average_1m"} <= set(found.machine)
     assert not base.frozen and not candidate.frozen and candidate.client.healthy()
