@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import fields
 from typing import Any
 
+from specpilot.cores import usable_cores
 from specpilot.costmodel.hardware import Hardware, hardware_from_dict, resolve_hardware
 from specpilot.costmodel.probe import measure_machine
 from specpilot.loop.context import RunContext
@@ -45,6 +46,11 @@ def environment_of(context: RunContext) -> dict[str, Any]:
         "bandwidth_gbs": hardware["bandwidth_gbs"],
         **facts["software"],
     }
+
+
+def engine_threads(context: RunContext) -> int:
+    """CPU threads of the engine: as set, else the cores this process may use."""
+    return context.deployment.engine.threads or usable_cores()
 
 
 def _software() -> dict[str, str]:
