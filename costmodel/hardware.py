@@ -183,11 +183,13 @@ def sheet_of(name: str, *, prefer: str | None = None) -> Hardware | None:
     return sheet_for_gpu(found) if found else None
 
 
-def resolve_hardware(name: str, cache: Path, *, prefer: str | None = None, remeasure: bool = False) -> Hardware:
+def resolve_hardware(
+    name: str, cache: Path, *, threads: int, prefer: str | None = None, remeasure: bool = False
+) -> Hardware:
     """Return the machine for a deployment's `hardware` field, as `sheet_of` reads it.
 
-    This CPU is measured once and kept in the JSON file `cache`.
+    This CPU is measured once with the engine's `threads`, and kept in the JSON file `cache`.
     """
     from .probe import measured_machine
 
-    return sheet_of(name, prefer=prefer) or measured_machine(cache, remeasure=remeasure)
+    return sheet_of(name, prefer=prefer) or measured_machine(cache, threads=threads, remeasure=remeasure)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +29,14 @@ from .errors import CostModelError
 from .hardware import Hardware, hardware_from_dict
 
 SOURCE = Path(__file__).parent / "probe_machine.cpp"
-VERSION = 2
+VERSION = 3
 REPEATS = 30
 CALM = 0.9
 """Below this share of CPU time in the fastest pass, something else used the machine meanwhile."""
 ATTEMPTS = 2
+SYSTEM_CPUS = Path("/sys/devices/system/cpu")
+UNKNOWN_CACHE = 32 << 20
+"""Bytes of last-level cache where the system does not say."""
 LEAST_JOIN_US = 1.0
 """Microseconds of a fork-join where it cannot be measured: about the least that spinning threads on two cores need."""
 ISA_FLAGS = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni",
@@ -48,8 +51,10 @@ class Machine:
     model: str
     cores: int
     threads: int
+    """Of the engine: with how many the roofs are measured."""
     isa: tuple[str, ...]
     cache_bytes: int
+    """Last-level caches of the CPUs that this process may use, all together."""
 
     @property
     def fingerprint(self) -> str:
@@ -58,29 +63,21 @@ class Machine:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def this_machine() -> Machine:
-    """Identify this machine; `threads` respects the CPU affinity and a container's CPU quota."""
+def this_machine(threads: int) -> Machine:
+    """Identify this machine, as an engine of `threads` threads sees it."""
     fields = _cpuinfo()
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return Machine(
         model=fields.get("model name") or platform.processor() or platform.machine(),
         cores=os.cpu_count() or 1,
-        threads=usable_threads(),
+        threads=threads,
         isa=tuple(flag for flag in ISA_FLAGS if flag in flags),
-        cache_bytes=_last_level_cache(),
+        cache_bytes=last_level_caches(_allowed_cpus()),
     )
 
 
-def usable_threads() -> int:
-    """CPUs that this process may use at once: affinity mask, cut to the cgroup's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            allowed = min(allowed, max(1, math.floor(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
-    return max(1, allowed)
+def _allowed_cpus() -> Iterable[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -92,24 +89,40 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
 
 
-def _last_level_cache() -> int:
-    """Size of the largest cache of CPU 0 in bytes; 32 MiB when the system does not say."""
-    sizes = [32 << 20] if not Path("/sys/devices/system/cpu/cpu0/cache/index0/size").exists() else []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        scale = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-        digits = text.rstrip("KM")
-        if digits.isdigit():
-            sizes.append(int(digits) * scale)
-    return max(sizes, default=32 << 20)
+def last_level_caches(cpus: Iterable[int], system: Path = SYSTEM_CPUS) -> int:
+    """Bytes of the last-level caches of these CPUs together; 32 MiB when the system does not say.
+
+    A server's processor has one per group of cores, and together they may hold what no single one does.
+    """
+    sizes: dict[tuple[int, str], int] = {}
+    for cpu in cpus:
+        for index in (system / f"cpu{cpu}" / "cache").glob("index*"):
+            level, size = _word(index / "level"), _cache_size(_word(index / "size"))
+            if level.isdigit() and size and _word(index / "type") != "Instruction":
+                sizes[int(level), _word(index / "shared_cpu_list") or str(cpu)] = size
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last) or UNKNOWN_CACHE
 
 
-def measured_machine(cache: Path, *, remeasure: bool = False) -> Hardware:
+def _word(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _cache_size(text: str) -> int:
+    scale = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+    digits = text.rstrip("KM")
+    return int(digits) * scale if digits.isdigit() else 0
+
+
+def measured_machine(cache: Path, *, threads: int, remeasure: bool = False) -> Hardware:
     """Return this machine's figures from `cache` (a JSON file), measuring and storing them when they are not there.
 
-    A cached lower bound (numpy, or a busy machine) is measured again where a compiler is there. An unreadable cache file is replaced.
+    `threads`: those of the engine, which can draw no more from the machine than they do. A cached lower bound (numpy, or a busy machine) is measured again where a compiler is there. An unreadable cache file is replaced.
     """
-    machine = this_machine()
+    machine = this_machine(threads)
     known = _read_cache(cache)
     if not remeasure and machine.fingerprint in known:
         try:
@@ -118,7 +131,7 @@ def measured_machine(cache: Path, *, remeasure: bool = False) -> Hardware:
             found = None
         if found is not None and not (found.lower_bound and shutil.which("g++")):
             return found
-    measured = measure_machine()
+    measured = measure_machine(threads=threads)
     known[machine.fingerprint] = measured.as_dict()
     _write_cache(cache, known)
     return measured
@@ -140,15 +153,20 @@ def _write_cache(path: Path, value: dict[str, Any]) -> None:
     os.replace(name, path)
 
 
-def measure_machine(*, threads: int | None = None, repeats: int | None = None) -> Hardware:
-    """Measure now, without the cache. Takes two to eight seconds; nothing else should run meanwhile.
+def measure_machine(*, threads: int, repeats: int | None = None) -> Hardware:
+    """Measure now with so many threads, without the cache. Takes two to eight seconds; nothing else should run meanwhile.
 
     A disturbed measurement is repeated; the best figures of all attempts count, and a note says if none was calm.
     """
-    machine = this_machine()
-    count = threads or machine.threads
+    machine = this_machine(threads)
+    count = threads
     buffer = working_set(machine.cache_bytes)
     notes: list[str] = []
+    if buffer < 4 * machine.cache_bytes:
+        notes.append(
+            f"too little free memory for a working set beyond the {machine.cache_bytes >> 20} MiB of cache: "
+            "the bandwidth may be the caches', and too high; free some memory and remeasure"
+        )
     figures = _native(count, buffer, repeats or REPEATS)
     lower_bound = without_compiler = figures is None
     for _ in range(ATTEMPTS - 1):
@@ -199,13 +217,22 @@ def _better(first: dict[str, dict[str, float]], second: dict[str, dict[str, floa
 
 
 def working_set(cache_bytes: int) -> int:
-    """Bytes to stream: eight times the last-level cache, at least 256 MiB, at most 1 GiB and a quarter of free memory."""
-    wanted = min(max(8 * cache_bytes, 256 << 20), 1 << 30)
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        free = 4 << 30
-    return max(min(wanted, free // 4), 64 << 20)
+    """Bytes to stream: eight times the last-level caches, at least 256 MiB, at most a quarter of the memory that is available."""
+    return max(min(max(8 * cache_bytes, 256 << 20), _available_memory() // 4), 64 << 20)
+
+
+def _available_memory() -> int:
+    """Bytes that a process may take: what the kernel calls available (file caches give way), cut to a container's limit."""
+    available = 4 << 30
+    for line in _word(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) << 10
+    for limit, used in (("memory.max", "memory.current"),
+                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):  # fmt: skip
+        most, taken = _word(Path("/sys/fs/cgroup", limit)), _word(Path("/sys/fs/cgroup", used))
+        if most.isdigit() and taken.isdigit():
+            available = min(available, max(int(most) - int(taken), 0))
+    return available
 
 
 def _native(threads: int, buffer: int, repeats: int) -> dict[str, dict[str, float]] | None:
@@ -223,10 +250,21 @@ def _native(threads: int, buffer: int, repeats: int) -> dict[str, dict[str, floa
                 [str(binary), str(threads), str(buffer), str(repeats)],
                 capture_output=True, text=True, timeout=120, check=True,
             )  # fmt: skip
-            found = json.loads(done.stdout)
-        except (OSError, subprocess.SubprocessError, ValueError):
+            found = best_reader(json.loads(done.stdout))
+        except (OSError, subprocess.SubprocessError, ValueError, KeyError):
             return None
     return found if all(value["best"] > 0 for value in found.values()) else None
+
+
+def best_reader(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """`read_gbs` in place of the reads with one, two and four streams: the median of the fastest kind, the best pass of any.
+
+    An engine reads in the way that is fastest on its machine, so the median over all three kinds would be no roof.
+    """
+    rest = dict(figures)
+    reads = [rest.pop(f"read{streams}_gbs") for streams in (1, 2, 4)]
+    fastest = {key: max(read[key] for read in reads) for key in ("best", "median")}
+    return {"read_gbs": fastest, **rest}
 
 
 def _numpy(threads: int, buffer: int, repeats: int = 5) -> dict[str, dict[str, float]]:

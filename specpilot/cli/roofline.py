@@ -14,6 +14,7 @@ from rich.text import Text
 from specpilot import costmodel
 from specpilot.cli.options import Overrides, load
 from specpilot.contracts import GapTable
+from specpilot.cores import usable_cores
 from specpilot.costmodel import speculation
 from specpilot.deployment import Deployment
 from specpilot.engine_tree import load_engine_spec
@@ -68,7 +69,13 @@ def _show_bounds(chosen: Deployment, remeasure: bool, bits: float, accepted_leng
 
     models = ensure_models(chosen, progress=lambda text: typer.echo(f"... {text}", err=True))
     device = load_engine_spec(chosen.engine_tree()).device
-    hardware = costmodel.resolve_hardware(chosen.hardware, machine_file(), prefer=device, remeasure=remeasure)
+    hardware = costmodel.resolve_hardware(
+        chosen.hardware,
+        machine_file(),
+        threads=chosen.engine.threads or usable_cores(),
+        prefer=device,
+        remeasure=remeasure,
+    )
     drafter: Path | str = models.drafter if models.drafter in ("ngram", "none") else Path(models.drafter)
     tables = {"ar": costmodel.analyse(None, models.target_dir, None, hardware, regime(chosen, hardware, 1, bits))}
     rows = verified_rows(drafter)

@@ -17,7 +17,8 @@ from specpilot.paths import machine_file
 
 def machine_facts(context: RunContext) -> dict[str, Any]:
     """Measured roofs and software versions, JSON-ready."""
-    hardware = resolve_hardware(context.deployment.hardware, machine_file(), prefer=context.spec.device)
+    deployment, device = context.deployment, context.spec.device
+    hardware = resolve_hardware(deployment.hardware, machine_file(), threads=engine_threads(context), prefer=device)
     return {"hardware": hardware.as_dict(), "software": _software()}
 
 
@@ -32,7 +33,9 @@ def hardware_of(context: RunContext) -> Hardware:
 def measure_again(context: RunContext) -> Hardware:
     """The roofs now, in two to eight seconds; a datasheet's, and those of a machine named by sheet, do not change."""
     known = hardware_of(context)
-    return measure_machine(threads=known.threads) if known.source == "measured" else known
+    if known.source != "measured":
+        return known
+    return measure_machine(threads=known.threads or engine_threads(context))
 
 
 def environment_of(context: RunContext) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from specpilot import cores
 from specpilot.check import check
 from specpilot.costmodel import CostModelError
 from specpilot.costmodel import probe as probe_module
@@ -16,7 +18,7 @@ from specpilot.deployment import Deployment, find_deployment, load_deployment
 from specpilot.engine_tree import EngineSpec, load_engine_spec
 from specpilot.errors import UsageError
 from specpilot.loop.context import RunContext
-from specpilot.loop.machine import machine_facts
+from specpilot.loop.machine import engine_threads, machine_facts
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = sorted(path.parent.name for path in (ROOT / "deployments").glob("*/deployment.yaml"))
@@ -50,6 +52,19 @@ def test_a_run_of_the_bundled_engine_stands_on_the_cpu_beside_any_card(
     check(deployment)
     facts: dict[str, Any] = machine_facts(context(deployment, SLIM))
     assert facts["hardware"]["kind"] == "cpu" and facts["hardware"]["source"] == "measured"
+
+
+def test_the_roofs_are_measured_with_the_threads_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 64 cores with a quota of two, an engine of all cores and an engine of one."""
+    monkeypatch.setenv("SPECPILOT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(probe_module, "working_set", lambda cache_bytes: 64 << 20)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: 2.0)
+    for override, threads in (("engine.threads=null", 2), ("engine.threads=1", 1)):
+        deployment = load_deployment(find_deployment(BUNDLED[0]), [override])
+        made = context(deployment, SLIM)
+        assert machine_facts(made)["hardware"]["threads"] == engine_threads(made) == threads
 
 
 def test_an_engine_that_does_not_say_gets_the_card(card: str, tmp_path: Path) -> None:
