@@ -17,7 +17,7 @@ _SET = GateSettings()
 
 
 class GatePolicy(Record):
-    """Every limit the gate applies, in one place; printed and stored with the verdicts.
+    """Every limit the gate applies, in one place; the one a check held a candidate to stands in its line of the verdict.
 
     Defaults are meant for a BF16 checkpoint served with float32 accumulation. Limits that a deployment sets in its `gate:`
     section have their defaults there (`GateSettings`); the others hold for every run.
