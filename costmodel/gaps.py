@@ -48,7 +48,8 @@ class GapTable:
     tokens_per_s_at_bound: float
     share_of_bound: float
     """Bound over measured round: the share of the attainable speed that the engine reaches. A component that was measured below
-    its bound (the model is wrong there) counts as at its bound, so that it does not make up for the others."""
+    its bound (the model is wrong there) counts as at its bound, so that it does not make up for the others. Where the width
+    varies, only the commonest width's components are known: the bound of all is cut by the share that they undercut theirs by."""
     warnings: list[str] = field(default_factory=list)
     hardware: dict[str, Any] = field(default_factory=dict)
 
@@ -94,10 +95,15 @@ def gap_table(
         accepted_length=accepted_length,
         tokens_per_s=committed / whole if whole else 0.0,
         tokens_per_s_at_bound=committed / least if least else 0.0,
-        share_of_bound=max(least - beaten, 0.0) / whole if whole else 0.0,
+        share_of_bound=_reached(bound, beaten) * least / whole if whole else 0.0,
         warnings=notes,
         hardware=dict(hardware or {}),
     )
+
+
+def _reached(bound: RoundBound, beaten: float) -> float:
+    """Share of the bound that is left without what components undercut it by; the rows' share, whatever other widths there were."""
+    return max(bound.ms - beaten, 0.0) / bound.ms if bound.ms else 0.0
 
 
 def _row(name: str, bound: Bound | None, measured: float, profiled: float) -> Gap:
@@ -166,15 +172,4 @@ def predicted_gain(table: GapTable, components: Iterable[str], *, reached: float
     if unknown:
         raise CostModelError(f"no component {', '.join(sorted(unknown))} in this table; it has {', '.join(rows)}")
     saved = sum(max(rows[name].measured_ms - rows[name].bound_ms / reached, 0.0) for name in wanted)
-    return gain_of_saving(sum(row.measured_ms for row in table.rows), saved)
-
-
-def predicted_speedup(table: GapTable, component: str, times_faster: float) -> float:
-    """Decode ratio if one component became `times_faster` times faster, whatever its bound (Amdahl)."""
-    rows = {row.component: row for row in table.rows}
-    if component not in rows:
-        raise CostModelError(f"no component {component} in this table; it has {', '.join(rows)}")
-    if times_faster <= 0:
-        raise CostModelError(f"times_faster must be positive, got {times_faster}")
-    saved = rows[component].measured_ms * (1 - 1 / times_faster)
     return gain_of_saving(sum(row.measured_ms for row in table.rows), saved)

@@ -48,27 +48,11 @@ class RoundBound:
     fused_ms: float
     """Bound if the memory traffic of one component hides behind the operations of another within the draft pass
     and within the target pass, and launches cost nothing. No engine with separate components reaches it."""
-    draft_ms: float
-    target_ms: float
 
     @property
     def ms(self) -> float:
         """Sum of the component bounds: components run one after the other."""
         return sum(bound.ms for bound in self.components)
-
-    @property
-    def bytes(self) -> float:
-        """Bytes that the round must move."""
-        return sum(bound.bytes for bound in self.components)
-
-    @property
-    def operations(self) -> float:
-        """Operations of the round."""
-        return sum(bound.operations for bound in self.components)
-
-    def component(self, name: str) -> Bound | None:
-        """The bound of one component, or None if the round has no such component."""
-        return next((bound for bound in self.components if bound.component == name), None)
 
 
 def bound(work: Work, hardware: Hardware, *, compute: str | None = None) -> Bound:
@@ -91,12 +75,7 @@ def round_bound(works: Sequence[Work], hardware: Hardware, *, compute: str | Non
     bounds = tuple(bound(work, hardware, compute=compute) for work in works)
     draft = [b for b in bounds if b.component.startswith("draft.")]
     rest = [b for b in bounds if not b.component.startswith("draft.")]
-    return RoundBound(
-        components=bounds,
-        fused_ms=_fused(draft) + _fused(rest),
-        draft_ms=sum(b.ms for b in draft),
-        target_ms=sum(b.ms for b in rest),
-    )
+    return RoundBound(components=bounds, fused_ms=_fused(draft) + _fused(rest))
 
 
 def _fused(bounds: Sequence[Bound]) -> float:
