@@ -109,12 +109,26 @@ def _dense(config: Config, family: str) -> TargetShape:
             *_mlp(hidden, need(config, "intermediate_size", where), layers),
             Matrix("target.head", "lm_head", vocab, hidden),
         ),
-        attention=attention_layers(config, layers, heads, kv, dim),
+        attention=attention_layers({**config, "layer_types": _dense_kinds(config, layers)}, layers, heads, kv, dim),
         recurrent=(),
         norm_params=layers * (2 * hidden + per_head),
         tied=bool(config.get("tie_word_embeddings", False)),
         weight_bits=_bits(config),
     )
+
+
+def _dense_kinds(config: Config, layers: int) -> list[str]:
+    """`layer_types`, or what its absence means to a family: with a window, Mistral slides everywhere, and Qwen from
+    `max_window_layers` on if `use_sliding_window` says so (transformers' configuration classes)."""
+    if config.get("layer_types"):
+        return list(config["layer_types"])
+    windowed, first = bool(config.get("sliding_window")), 0
+    if config.get("model_type") in ("qwen2", "qwen3"):
+        windowed = windowed and bool(config.get("use_sliding_window"))
+        first = int(config.get("max_window_layers", layers))
+    elif config.get("model_type") != "mistral":
+        windowed = False
+    return ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(layers)]
 
 
 def attention_layers(config: Config, layers: int, heads: int, kv: int, dim: int) -> tuple[Attention, ...]:

@@ -54,6 +54,32 @@ def test_muse_sliding_layers():
     assert sliding.visible(10_000) == 2048 and full.visible(10_000) == 10_000
 
 
+MISTRAL = {
+    "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096,
+}  # fmt: skip
+"""Mistral-7B-v0.1: every layer sees 4096 tokens, and no `layer_types` says so."""
+
+
+def test_a_window_without_layer_types_means_what_the_family_means_by_it():
+    (layer,) = target_shape(MISTRAL).attention
+    assert (layer.layers, layer.window, layer.visible(10_000)) == (32, 4096, 4096)
+    (layer,) = target_shape({**MISTRAL, "sliding_window": None}).attention  # v0.2 and later
+    assert (layer.layers, layer.window) == (32, None)
+    (layer,) = target_shape({**MISTRAL, "model_type": "llama"}).attention  # knows no window
+    assert layer.window is None
+    full, sliding = target_shape({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"] * 16}).attention
+    assert (full.layers, sliding.layers, sliding.window) == (16, 16, 4096)
+
+
+def test_qwen_slides_only_where_it_is_told_to():
+    qwen = {**MISTRAL, "model_type": "qwen2", "max_window_layers": 28, "use_sliding_window": False}
+    (layer,) = target_shape(qwen).attention
+    assert (layer.layers, layer.window) == (32, None)
+    full, sliding = target_shape({**qwen, "use_sliding_window": True}).attention
+    assert (full.layers, full.window, sliding.layers, sliding.window) == (28, None, 4, 4096)
+
+
 def test_smollm2_and_qwen3_parameter_counts():
     assert target_shape(SMOLLM2_135M).total_params == 134_515_008  # the published checkpoint's count
     assert target_shape(QWEN3_8B).total_params == 8_190_735_360  # the published checkpoint's count

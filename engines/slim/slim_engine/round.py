@@ -38,7 +38,7 @@ def decode_round(requests: Sequence[Request], models: Models) -> list[Chunk]:
     started = time.perf_counter_ns()
     proposals = _propose(requests, models)
     segments = [Segment([r.last_token, *p.tokens], _cache(r)) for r, p in zip(requests, proposals, strict=True)]
-    context = max(s.cache.length for s in segments)
+    context = sum(s.cache.length for s in segments) / len(segments)
     hidden, taps = models.target.forward(segments, models.drafter.tap_ids if models.drafter else ())
     runs, logits = _accept(requests, proposals, hidden, models.head)
     chunks, start = [], 0
@@ -125,7 +125,7 @@ def _count(
     chunks: Sequence[Chunk],
     started: int,
     rows: int,
-    context: int,
+    context: float,
 ) -> None:
     committed = sum(len(c.token_ids) for c in chunks)
     COUNTERS.add("rounds", len(requests))

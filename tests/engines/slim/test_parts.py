@@ -211,6 +211,17 @@ def test_profile_covers_the_round(llama: Path, drafter: Path, tmp_path: Path) ->
     assert 0.5 * sum(r["dur"] for r in rounds) < inside <= sum(r["dur"] for r in rounds)
 
 
+def test_a_round_reports_the_mean_context_of_its_requests(llama: Path, drafter: Path, tmp_path: Path) -> None:
+    """Not the longest: the bound counts one context length for each request. Rounds of two prompts that are decoded one by one."""
+    loaded = engine(llama)
+    profiling.start()
+    run(loaded, [[5, 6, 7, 8], list(range(10, 40))], max_new_tokens=12, ignore_eos=True)
+    events = json.loads(profiling.stop(tmp_path / "trace.json").read_text())["traceEvents"]
+    seen = [(e["args"]["requests"], e["args"]["context_len"]) for e in events if e["name"] == "round"]
+    # The first prompt decodes one token while the second is still being prefilled; then both grow by one a round.
+    assert seen == [(1, 4.0), *((2, (5 + k + 30 + k) / 2) for k in range(10)), (1, 40.0)]
+
+
 def test_native_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIM_NATIVE_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "add.cpp"
