@@ -21,8 +21,8 @@ def merge_winners(
     """Lays the accepted candidates of one round onto `base`; returns the new head and every step."""
     head = base
     steps: list[Merged] = []
-    for position, (candidate, assessment) in enumerate(_by_gain(accepted)):
-        key = f"r{number}/merge/{position}"
+    for candidate, assessment in _by_gain(accepted):
+        key = f"r{number}/merge/{candidate.attempt_id}"
         free = candidate.base_commit == head
         if not free and not context.journal.finished(key) and context.budget.may_start(EXPECTED_MERGE_S):
             context.say("note", text=f"{candidate.attempt_id}: accepted, not merged: wall clock", level="warning")

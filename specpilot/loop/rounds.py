@@ -57,14 +57,14 @@ def _submitted(context: RunContext, number: int, work: WorkContext) -> list[Subm
     agents = context.deployment.agents
     workers: list[Worker] = [RecallWorker(context.memory)] if agents.recall.enabled else []
     found = explore(context, number, workers, work)
-    found += waiting_outsiders(context, work.base_commit)
+    found += context.journal.step(f"r{number}/outsiders", lambda: waiting_outsiders(context), model=Submitted)
     if agents.search.enabled and number == context.deployment.budget.rounds:
         found += tune(context, number, work, waiting=sum(item.candidate is not None for item in found))
     return found
 
 
-def waiting_outsiders(context: RunContext, base: str) -> list[Submitted]:
-    """Attempts that `specpilot attempt submit` left for a run that was busy, and that build on this base."""
+def waiting_outsiders(context: RunContext) -> list[Submitted]:
+    """Attempts that `specpilot attempt submit` left for a run that was busy, whatever commit they build on."""
     found = []
     for row in context.journal.attempts(state=AttemptState.submitted):
         if row.worker == "external" and row.data.get("candidate"):
@@ -77,6 +77,11 @@ def waiting_outsiders(context: RunContext, base: str) -> list[Submitted]:
     return found
 
 
+def _judged_elsewhere(context: RunContext, item: Submitted) -> bool:
+    """An outsider's attempt that was submitted again while this run was at rest, and judged then."""
+    return item.worker == "external" and context.journal.attempt(item.attempt_id).state is not AttemptState.submitted
+
+
 def _assess_all(
     context: RunContext, number: int, base: str, submitted: list[Submitted]
 ) -> tuple[list[tuple[Candidate, Assessment]], StopReason | None]:
@@ -87,6 +92,8 @@ def _assess_all(
         if item.candidate is None:
             continue
         key = f"r{number}/attempt/{item.attempt_id}"
+        if not context.journal.finished(key) and _judged_elsewhere(context, item):
+            continue
         if not context.journal.finished(key) and stop is None:
             stop = context.budget.may_start(EXPECTED_ASSESS_S)
         if stop is not None and not context.journal.finished(key):

@@ -84,6 +84,8 @@ class Behaviour:
     relaxed: float = 0.0
     """Take the second best token with gap at most this at every other opportunity (lossy acceptance)."""
     ignore_stop: bool = False
+    no_trace: bool = False
+    """Profiling ends without a trace."""
     stop_after: int = 0
     """Natural-stop answers end after so many tokens."""
     # transport
@@ -271,6 +273,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _trace(self) -> str:
         folder = Path(getattr(self.server, "profile_dir", "."))
+        if self.model.behaviour.no_trace:
+            return str(folder / "none.json")
         folder.mkdir(parents=True, exist_ok=True)
         event = {
             "name": "round",

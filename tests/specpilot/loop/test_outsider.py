@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from specpilot.agents import AgentError
 from specpilot.contracts import AttemptState, StopReason
+from specpilot.errors import UsageError
 from specpilot.journal import Journal
 from specpilot.loop import budget
 from specpilot.loop.external import open_attempt, submit_attempt
-from specpilot.loop.rounds import _assess_all, waiting_outsiders
+from specpilot.loop import rounds
+from specpilot.loop.rounds import _assess_all, run_round, waiting_outsiders
 from specpilot.loop.run import open_run, optimize, resume
+from specpilot.loop.state import merged_mechanisms
 from specpilot.loop.summary import report_data
 from specpilot.paths import JOURNAL_NAME
 from specpilot.run_lock import RunLock
@@ -23,6 +27,8 @@ from tests.specpilot.loop.setting import fake_setting, text_of
 from tests.specpilot.test_cli import specpilot
 
 STOCK = Behaviour(round_s=0.016)
+
+pytestmark = pytest.mark.xdist_group("test_outsider")  # one run for all of them
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +96,89 @@ def test_an_attempt_that_the_clock_left_waiting_is_judged_later(
     claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
     with RunLock(rested), open_run(rested) as context:
         assert submit_attempt(context, attempt, claim) is None, "the run is busy"
-        waiting = waiting_outsiders(context, context.trees.best())
+        waiting = waiting_outsiders(context)
         assert [item.attempt_id for item in waiting] == [attempt]
         monkeypatch.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
         assert _assess_all(context, 1, context.trees.best(), waiting) == ([], StopReason.budget_wall_clock)
         assert context.journal.attempt(attempt).state is AttemptState.submitted
     done = specpilot("attempt", "submit", str(rested), attempt, "--claim", str(claim))
     assert done.returncode == 0 and f"{attempt} accepted" in done.stdout
+
+
+def test_a_round_cut_off_before_merging_keeps_its_outsider_and_loses_its_profile(
+    rested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured is merged when the round goes on, once; an engine that stopped writing traces costs the table only."""
+    with open_run(rested) as context:
+        attempt, worktree, _ = open_attempt(context, "*", "try")
+    longer = replace(STOCK, round_s=0.004, accepted=(8, 7, 8), no_trace=True)
+    (worktree / "behaviour.json").write_text(text_of(longer))
+    claim = tmp_path / "claim.yaml"
+    claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "More tokens in a round."}))
+    with RunLock(rested), open_run(rested) as context:
+        assert submit_attempt(context, attempt, claim) is None, "the run is busy"
+        context.journal.set_meta("stop_reason", None)  # a run that has been given another round
+        base = context.trees.best()
+
+        def cut(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(rounds, "merge_winners", cut)
+            run_round(context, 1, base, [])
+        assert context.journal.attempt(attempt).state is AttemptState.accepted
+    with RunLock(rested), open_run(rested) as context:
+        result = run_round(context, 1, base, [])
+        assert result.merged == [attempt] and result.head == context.trees.best() != base
+        assert context.journal.attempt(attempt).state is AttemptState.merged
+        measured = [row.starts for row in context.journal.steps() if row.key == f"r1/attempt/{attempt}"]
+        assert measured == [1]
+        (name,) = merged_mechanisms(context)[-1:]
+        assert name.startswith("target-mlp-") and context.memory.get(name).status == "verified"
+        table = rounds.observe(context, "r2/observe", result.head)
+        assert table.rows == [] and table.round_ms == 0.0
+        assert "cannot be profiled any more" in context.journal.events(kind="note")[-1].data["text"]
+
+
+def test_claims_that_the_memory_could_not_keep_are_refused_before_anything_is_measured(
+    rested: Path, tmp_path: Path
+) -> None:
+    with open_run(rested) as context:
+        attempt, worktree, _ = open_attempt(context, "*", "try")
+        context.memory.add(
+            context.memory.mechanisms()[0].mechanism.model_copy(update={"name": "shipped"}), origin="seed"
+        )
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.001)))
+    told = {"component": "target.mlp", "hypothesis": "Another speed."}
+    claim = tmp_path / "claim.yaml"
+    for extra, words in (
+        ({"remember": {"name": "new", "title": "t", "requires": ["nobody"]}}, "does not hold: nobody"),
+        ({"remember": {"name": "shipped", "title": "t"}}, "shipped is a mechanism that comes with"),
+        ({"remember": {"name": "new", "title": "t", "requires": ["new"]}}, "cannot require itself"),
+        ({"mechanism": "shipped"}, "unknown key 'mechanism'"),
+    ):
+        claim.write_text(yaml.safe_dump(told | extra))
+        with open_run(rested) as context, pytest.raises((UsageError, AgentError), match=words):
+            submit_attempt(context, attempt, claim)
+    with open_run(rested) as context:
+        assert context.journal.attempt(attempt).state is AttemptState.working
+
+
+def test_a_patch_that_the_memory_cannot_hold_is_measured_all_the_same(rested: Path, tmp_path: Path) -> None:
+    """Latin-1 in a text file: the attempt has its fate, the memory goes without, and the run is not stuck."""
+    with open_run(rested) as context:
+        attempt, worktree, _ = open_attempt(context, "*", "try")
+    engine = worktree / "fake_server.py"
+    engine.write_bytes(b"# -*- coding: latin-1 -*-\n# caf\xe9\n" + engine.read_bytes())
+    claim = tmp_path / "claim.yaml"
+    claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "A comment."}))
+    with open_run(rested) as context:
+        before = len(context.memory.mechanisms())
+        assessment = submit_attempt(context, attempt, claim)
+        assert assessment is not None and not assessment.accepted and assessment.comparison is not None
+        notes = [event.data["text"] for event in context.journal.events(kind="note")]
+        assert any(note.startswith(f"{attempt} is not remembered: ") for note in notes)
+        assert len(context.memory.mechanisms()) == before
 
 
 @pytest.mark.parametrize(("program", "warned"), [(None, 1), ("/usr/bin/bwrap", 0)])
@@ -123,7 +205,7 @@ def test_closing_figures_of_other_tokens_are_withheld(rested: Path, tmp_path: Pa
     """An engine that is honest to the gate, and as `final-ar`, which no gate asks, sends one token over and over."""
     with open_run(rested) as context:
         attempt, worktree, _ = open_attempt(context, "*", "try")
-    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.002)))
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.0005, accepted=(8, 7, 8))))
     engine, text = worktree / "fake_server.py", (worktree / "fake_server.py").read_text()
     place = '        if body.get("stream"):'
     assert place in text
