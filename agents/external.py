@@ -24,7 +24,7 @@ from .base import AgentError, ClaimDraft, ComponentGap
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """What no commit message can hold, and what a terminal obeys."""
 
-CLAIM_KEYS = ("component", "hypothesis", "predicted_gain", "counters", "forbidden_counters", "mechanism")
+CLAIM_KEYS = ("component", "hypothesis", "predicted_gain", "counters", "forbidden_counters")
 MECHANISM_KEYS = ("name", "title", "requires", "preconditions", "notes")
 
 
@@ -134,7 +134,6 @@ def parse_claim(source: Path | str) -> Submission:
         predicted_gain=_gain(body.get("predicted_gain"), where),
         counters=_names(body, "counters", where),
         forbidden_counters=_names(body, "forbidden_counters", where),
-        mechanism=None if body.get("mechanism") is None else _text(body, "mechanism", where),
     )
     both = set(claim.counters) & set(claim.forbidden_counters)
     if both:
@@ -160,11 +159,14 @@ def _remember(value: Any, where: str) -> MechanismDraft | None:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise AgentError(f"{where}.preconditions.{key}: {first['msg']}", "see docs/memory.md") from error
+    requires = _names(body, "requires", where)
+    if name in requires:
+        raise AgentError(f"{where}: {name} cannot require itself")
     notes = body.get("notes") or ""
     return MechanismDraft(
         name=name,
         title=_text(body, "title", where),
-        requires=_names(body, "requires", where),
+        requires=requires,
         preconditions=preconditions,
         notes=str(notes),
     )

@@ -6,6 +6,7 @@ without being measured and gated again. This package imports nothing of ours and
 """
 
 from .errors import (
+    InvalidMechanismError,
     MemoryError_,
     NoSuchMechanismError,
     SchemaTooNewError,
@@ -29,6 +30,7 @@ from .store import MemoryStore
 __all__ = [
     "Effect",
     "Hardware",
+    "InvalidMechanismError",
     "Mechanism",
     "MemoryError_",
     "MemoryStore",

@@ -299,16 +299,37 @@ class Journal:
         self, attempt_id: str, *, round: int, worker: str, component: str = "", data: Mapping[str, Any] | None = None
     ) -> AttemptRow:
         """A new attempt in state `planned`; an attempt that exists already is returned as it stands."""
-        now = time.time()
         with self._write() as db:
-            made = db.execute(
-                "INSERT OR IGNORE INTO attempts SELECT ?, count(*), ?, ?, ?, 'planned', NULL, '', ?, ?, ? FROM attempts",
-                (attempt_id, round, worker, component, _dumps(dict(data or {})), now, now),
-            ).rowcount
-            if made:
-                seal.seal_row(db, "attempts", attempt_id)
-                self._history(db, attempt_id, AttemptState.planned, None)
+            self._create_attempt(db, attempt_id, round, worker, component, data)
         return self.attempt(attempt_id)
+
+    def create_numbered_attempt(
+        self, prefix: str, *, worker: str, component: str = "", data: Mapping[str, Any] | None = None
+    ) -> AttemptRow:
+        """A new attempt outside any round, `prefix-N` with N one more than this worker has: two callers never get the same."""
+        with self._write() as db:
+            (count,) = db.execute("SELECT count(*) FROM attempts WHERE worker = ?", (worker,)).fetchone()
+            attempt_id = f"{prefix}-{count + 1}"
+            self._create_attempt(db, attempt_id, 0, worker, component, data)
+        return self.attempt(attempt_id)
+
+    def _create_attempt(
+        self,
+        db: sqlite3.Connection,
+        attempt_id: str,
+        round: int,
+        worker: str,
+        component: str,
+        data: Mapping[str, Any] | None,
+    ) -> None:
+        now = time.time()
+        made = db.execute(
+            "INSERT OR IGNORE INTO attempts SELECT ?, count(*), ?, ?, ?, 'planned', NULL, '', ?, ?, ? FROM attempts",
+            (attempt_id, round, worker, component, _dumps(dict(data or {})), now, now),
+        ).rowcount
+        if made:
+            seal.seal_row(db, "attempts", attempt_id)
+            self._history(db, attempt_id, AttemptState.planned, None)
 
     def move_attempt(
         self,

@@ -10,12 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from specpilot.agents import ClaimDraft, parse_claim, render_brief
-from specpilot.contracts import AttemptState, Candidate, Claim, GapTable
+from specpilot.agents.external import MechanismDraft
+from specpilot.contracts import AttemptState, Candidate, Claim
 from specpilot.errors import UsageError
 from specpilot.loop.attempts import advance, settle
 from specpilot.loop.context import RunContext
 from specpilot.loop.explore import component_gaps, work_context
 from specpilot.loop.learn import learn
+from specpilot.loop.observe import no_gaps
 from specpilot.loop.records import Assessment, Merged
 from specpilot.loop.state import head_of, merged_mechanisms, present_gaps
 from specpilot.run_lock import RunLock
@@ -24,15 +26,13 @@ from specpilot.run_lock import RunLock
 def open_attempt(context: RunContext, component: str, task: str) -> tuple[str, Path, str]:
     """A fresh worktree at the best commit: attempt id, folder, and the brief to read."""
     base = context.trees.best()
-    number = sum(row.worker == "external" for row in context.journal.attempts()) + 1
-    attempt_id = f"x-{number}"
     table = present_gaps(context)
     known = [row.component for row in table.rows] if table else []
     if known and component != "*" and component not in known:
         raise UsageError(f"no component {component!r} in the cost model", f"one of: {', '.join(known)}, or '*'.")
-    context.journal.create_attempt(
-        attempt_id, round=0, worker="external", component=component, data={"task": task, "base_commit": base}
-    )
+    attempt_id = context.journal.create_numbered_attempt(
+        "x", worker="external", component=component, data={"task": task, "base_commit": base}
+    ).id
     worktree = context.trees.worktree(attempt_id, base)
     advance(context, attempt_id, AttemptState.working)
     brief = render_brief(
@@ -71,6 +71,7 @@ def submit_attempt(context: RunContext, attempt_id: str, claim_file: Path) -> As
             f"attempt {attempt_id} is {row.state.value} and cannot be submitted", f"open another one{hint}."
         )
     submission = parse_claim(claim_file)
+    _require_memorable(context, submission.remember)
     base = str(row.data["base_commit"])
     commit = context.trees.commit_all(attempt_id, submission.claim.hypothesis.splitlines()[0][:72])
     if commit == base:
@@ -91,6 +92,23 @@ def submit_attempt(context: RunContext, attempt_id: str, claim_file: Path) -> As
     data = {"candidate": candidate.model_dump(mode="json"), "remember": remember}
     advance(context, attempt_id, AttemptState.submitted, data=data)
     return _judge_or_wait(context, candidate)
+
+
+def _require_memorable(context: RunContext, wanted: MechanismDraft | None) -> None:
+    """Raises UsageError, before anything is measured, where the memory could not keep the change as it is to be remembered."""
+    if wanted is None:
+        return
+    known = {item.mechanism.name: item.origin for item in context.memory.mechanisms()}
+    if missing := [name for name in wanted.requires if name not in known]:
+        raise UsageError(
+            f"remember.requires names what the memory does not hold: {', '.join(missing)}",
+            "`specpilot memory inspect` lists the names.",
+        )
+    if known.get(wanted.name) == "seed":
+        raise UsageError(
+            f"remember.name: {wanted.name} is a mechanism that comes with SpecPilot",
+            "give the change a name of its own.",
+        )
 
 
 def _judge_or_wait(context: RunContext, candidate: Candidate) -> Assessment | None:
@@ -114,22 +132,9 @@ def judge_waiting(context: RunContext, candidate: Candidate) -> Assessment:
         step: Merged = merge_one(context, f"x/{candidate.attempt_id}/merge", candidate, assessment, head)
         if step.merged:
             context.trees.set_head(step.after)
-    table = present_gaps(context) or _no_gaps(head)
+    table = present_gaps(context) or no_gaps(head)
     learn(context, 0, work_context(context, 0, head, table, present, 1), [(candidate, assessment)])
     return assessment
-
-
-def _no_gaps(commit: str) -> GapTable:
-    return GapTable(
-        commit=commit,
-        rows=[],
-        round_ms=0.0,
-        bound_ms=0.0,
-        accepted_length=1.0,
-        tokens_per_s=0.0,
-        tokens_per_s_at_bound=0.0,
-        share_of_bound=0.0,
-    )
 
 
 __all__ = ["ClaimDraft", "judge_waiting", "open_attempt", "submit_attempt"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from specpilot.agents import ClaimDraft, WorkContext, mechanism_from
 from specpilot.agents.external import MechanismDraft
 from specpilot.contracts import Candidate
 from specpilot.loop.context import RunContext
 from specpilot.loop.machine import environment_of, hardware_of
 from specpilot.loop.records import Assessment
-from specpilot.memory import Effect, Hardware
+from specpilot.loop.state import mechanism_of
+from specpilot.memory import Effect, Hardware, InvalidMechanismError, NoSuchMechanismError
 from specpilot.memory.records import sha256_json
 
 
@@ -35,7 +38,11 @@ def fingerprint(context: RunContext) -> str:
 
 
 def learn(context: RunContext, number: int, work: WorkContext, results: list[tuple[Candidate, Assessment]]) -> None:
-    """Writes every outcome of a round to memory. Safe to repeat: an effect is stored once."""
+    """Writes every outcome of a round to memory. Safe to repeat: an effect is stored once.
+
+    What the memory cannot hold (a patch in no known encoding, a name that it does not know) is said and left out: the engine
+    was measured and judged without the memory, and a resumed run would only meet the same again.
+    """
     for candidate, assessment in results:
         replayed = candidate.claim.mechanism
         if replayed and candidate.worker == "recall":
@@ -45,13 +52,18 @@ def learn(context: RunContext, number: int, work: WorkContext, results: list[tup
             )
         if assessment.comparison is None:
             continue
-        name = replayed or _remember(context, candidate, work)
-        context.memory.record_effect(name, effect_of(context, number, candidate, assessment))
+        try:
+            name = replayed or _remember(context, candidate, work)
+            context.memory.record_effect(name, effect_of(context, number, candidate, assessment))
+        except (InvalidMechanismError, NoSuchMechanismError, ValidationError, UnicodeError) as error:
+            why = str(error).splitlines()[0]
+            context.say("note", level="warning", text=f"{candidate.attempt_id} is not remembered: {why}")
 
 
 def _remember(context: RunContext, candidate: Candidate, work: WorkContext) -> str:
     """A change that no mechanism stands for yet becomes one; whether it is verified or refuted, its effect says."""
-    data = context.journal.attempt(candidate.attempt_id).data
+    row = context.journal.attempt(candidate.attempt_id)
+    data = row.data
     remember = data.get("remember")
     draft = MechanismDraft(**{**remember, "requires": tuple(remember["requires"])}) if remember else None
     claim = candidate.claim
@@ -70,6 +82,8 @@ def _remember(context: RunContext, candidate: Candidate, work: WorkContext) -> s
         first_tree=context.tree_at(context.trees.first_commit),
     )
     context.memory.add(mechanism, origin=context.meta.run_id)
+    if mechanism_of(row) is None:  # or recall would offer the engine what is in it already
+        context.journal.move_attempt(row.id, row.state, reason=row.reason, data={"mechanism": mechanism.name})
     return mechanism.name
 
 

@@ -368,3 +368,18 @@ def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     holder.kill()
     holder.communicate()
     RunLock(tmp_path).acquire().release()
+
+
+def test_numbered_attempts_are_nobody_elses(tmp_path: Path) -> None:
+    """Sixteen at once from two connections: sixteen numbers, none left out."""
+    path = tmp_path / "journal.db"
+    first = Journal.create(path, {})
+    second = Journal.open(path)
+    first.create_attempt("r1-recall-1", round=1, worker="recall")
+    with ThreadPoolExecutor(8) as pool:
+        made = list(
+            pool.map(lambda k: (first, second)[k % 2].create_numbered_attempt("x", worker="external").id, range(16))
+        )
+    assert sorted(made) == sorted(f"x-{k}" for k in range(1, 17))
+    first.close()
+    second.close()
