@@ -1,6 +1,7 @@
-"""One holder per device on this machine: nothing of ours runs on it while somebody is being timed.
+"""One holder per device on this machine: of all our runs, one at a time is timing or profiling.
 
-A lease is an advisory file lock in the machine's temporary folder, so that runs of several users and folders
+What is not timed (calibration, forcing, compilation of another run) takes no lease; it is seen in `CpuWatch` like any
+other work. A lease is an advisory file lock in the machine's temporary folder, so that runs of several users and folders
 share it and the kernel releases it when the holder dies. What is not ours cannot be locked out: it is measured
 (`CpuWatch`) and reported beside the result, never hidden.
 """

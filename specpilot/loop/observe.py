@@ -11,6 +11,9 @@ from specpilot.costmodel.arithmetic import W12_BITS, Regime
 from specpilot.costmodel.hardware import Hardware
 from specpilot.costmodel.targets import read_config
 from specpilot.errors import InfrastructureError
+from specpilot.evaluation.lease import DeviceLease
+from specpilot.evaluation.legs import run_leg
+from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
 from specpilot.gate.records import TimeFloor
 from specpilot.loop.context import RunContext
@@ -27,36 +30,72 @@ def observe(context: RunContext, key: str, commit: str, variant: str = "final", 
 
     `roofs_now`: compare with roofs measured just before and just after, instead of those of the run's beginning. For a
     figure that is quoted: a virtual machine wanders within a quarter of an hour.
+
+    A merged engine that no longer writes a trace that can be read costs the run its table, not its end: the gate asks
+    for tokens and time, never for a profile. The table is empty then and a warning says why. Of the engine as found
+    that is an error.
     """
 
     def run() -> GapTable:
         before = measure_again(context) if roofs_now else None
         with context.engine(commit, variant, key) as server:
-            return profile_engine(context, key, server, before)
+            try:
+                return profile_engine(context, key, server, before)
+            except (InfrastructureError, ValueError) as error:  # engine and protocol; trace and cost model
+                if commit == context.trees.first_commit:
+                    raise
+                text = f"no component table of {commit[:12]}: it cannot be profiled any more: {error}"
+                context.say("note", level="warning", text=text)
+                return no_gaps(commit)
 
     table: GapTable = context.journal.step(key, run, model=GapTable)
     context.say("gaps", **table.model_dump(mode="json"))
     return table
 
 
+def no_gaps(commit: str) -> GapTable:
+    """The table of an engine of which nothing is known."""
+    return GapTable(
+        commit=commit,
+        rows=[],
+        round_ms=0.0,
+        bound_ms=0.0,
+        accepted_length=1.0,
+        tokens_per_s=0.0,
+        tokens_per_s_at_bound=0.0,
+        share_of_bound=0.0,
+    )
+
+
 def profile_engine(context: RunContext, key: str, server: EngineServer, before: Hardware | None = None) -> GapTable:
-    """Decodes a few tuning prompts without the profiler (true round time), and again with it (component shares).
+    """Decodes a few tuning prompts without the profiler (true round time), and again with it (component shares), under
+    the deployment's load: so many requests at a time, at its temperature.
 
     `before`: roofs measured a moment ago; they are measured again afterwards and the means are the roofs. None: those
     recorded when the run began.
     """
-    prompts = context.prompts(key).take("tuning", PROFILED_PROMPTS + 1)
+    load = context.deployment.regime
+    prompts = context.prompts(key).take("tuning", max(PROFILED_PROMPTS, load.concurrency) + 1)
     tokens = min(context.deployment.timed_tokens(), 96)
 
-    def decode(some: list) -> list[Generation]:
-        return [server.client.generate(prompt.ids, max_new_tokens=tokens, prompt_id=prompt.id) for prompt in some]
+    def decode(some: list[Prompt]) -> list[Generation]:
+        leg = run_leg(
+            server,
+            some,
+            concurrency=load.concurrency,
+            max_new_tokens=tokens,
+            temperature=load.temperature,
+            side="base",
+        )
+        return leg.generations
 
-    decode(prompts[:1])
-    plain = decode(prompts[1:])
     cache = context.logs / "cache" / server.commit[:12]
-    server.client.start_profile(cache)
-    decode(prompts[1:])
-    trace = server.client.stop_profile()
+    with DeviceLease(purpose=f"profiling {server.commit[:12]}"):
+        decode(prompts[:1])
+        plain = decode(prompts[1:])
+        server.client.start_profile(cache)
+        decode(prompts[1:])
+        trace = server.client.stop_profile()
     if not trace.resolve().is_relative_to(cache.resolve()):
         raise InfrastructureError(f"{server} wrote its trace to {trace}, not into {cache}", "use output_dir as given")
     identity = context.identity
@@ -80,7 +119,7 @@ def regime_of(context: RunContext, generations: list[Generation], info: dict[str
     context_len = sum(len(g.prompt_ids) + len(g.output_ids) / 2 for g in generations) / len(generations)
     return Regime(
         rows=context.identity.block_size or 1,
-        requests=1,
+        requests=context.deployment.regime.concurrency,
         context_len=round(context_len),
         kv_bits=kv_bits(info, Path(context.identity.target_dir)),
         accepted_length=length,
