@@ -20,6 +20,9 @@ from specpilot.gate.replay import check_replay
 
 Judged = tuple[Check, Reason]
 
+SERVED_AT_ONCE = 4
+"""Requests that any engine serves together in the hidden pass, where no base answers beside it."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -32,7 +35,6 @@ class Evidence:
     hidden: HiddenPass
     policy: GatePolicy
     floor: TimeFloor | None
-    served_at_once: int
     target_sha256: str | None
 
     @property
@@ -66,7 +68,6 @@ def judge(
     policy: GatePolicy | None = None,
     diff: DiffReport | None = None,
     target_sha256: str | None = None,
-    served_at_once: int = 4,
     timed_temperature: float = 0.0,
 ) -> Verdict:
     """Judge one candidate.
@@ -84,7 +85,6 @@ def judge(
         hidden=hidden,
         policy=policy or GatePolicy(),
         floor=bound,
-        served_at_once=served_at_once,
         target_sha256=target_sha256,
     )
     checks = list(diff.checks) if diff is not None else []
@@ -111,7 +111,8 @@ def identity_checks(e: Evidence) -> list[Judged]:
     check = Check(name="identity.commit", passed=commits <= {e.candidate.commit}, detail=f"served {sorted(commits)}")
     judged: list[Judged] = [(check, Reason.wrong_identity)]
     if e.target_sha256 is not None:
-        stated = (e.hidden.server_info.get("target") or {}).get("sha256")
+        target = e.hidden.server_info.get("target")  # whatever the candidate wrote there
+        stated = target.get("sha256") if isinstance(target, dict) else None
         detail = f"engine states {stated}, deployment has {e.target_sha256}"
         judged.append(
             (Check(name="identity.weights", passed=stated == e.target_sha256, detail=detail), Reason.wrong_weights)
@@ -174,11 +175,10 @@ def timing_checks(e: Evidence) -> list[Judged]:
     ]
     if e.hidden.replay is not None:
         judged.append((check_replay(e.hidden.replay, e.policy), Reason.replayed_answers))
-    for leg in [*e.legs, *e.hidden.legs]:
+    beside = [(leg, timing.in_flight(base)) for base, leg in zip(e.base_legs, e.legs, strict=False)]
+    for leg, expected in [*beside, *((leg, SERVED_AT_ONCE) for leg in e.hidden.legs)]:
         if leg.concurrency > 1:
-            judged.append(
-                (timing.check_admission(leg, e.served_at_once, e.policy.overlap_share), Reason.accounting_mismatch)
-            )
+            judged.append((timing.check_admission(leg, expected, e.policy.overlap_share), Reason.accounting_mismatch))
     return judged
 
 

@@ -118,6 +118,8 @@ def test_cheap_checks_come_first_and_the_reference_is_not_asked() -> None:
         ({"timed": timed()[:1]}, Reason.missing_responses),
         ({"candidate": candidate(commit="c2")}, Reason.wrong_identity),
         ({"target_sha256": "abc"}, Reason.wrong_weights),
+        ({"target_sha256": "abc", "hidden": hidden(server_info={"target": "abc"})}, Reason.wrong_weights),
+        ({"target_sha256": "abc", "hidden": hidden(server_info={"target": ["sha256"]})}, Reason.wrong_weights),
         ({"candidate": candidate(claim=claim(counters=["no_such"]))}, Reason.not_engaged),
         ({"candidate": candidate(claim=claim(forbidden_counters=["target_forwards"]))}, Reason.fell_back),
         ({"bound": TimeFloor(round_s=1.0)}, Reason.impossible_time),
