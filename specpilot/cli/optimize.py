@@ -11,9 +11,7 @@ import typer
 
 from specpilot.check import check
 from specpilot.cli.options import DeploymentName, Overrides, Plain, RunName, load
-from specpilot.errors import RunFolderError, RunLockedError
-from specpilot.paths import JOURNAL_NAME, find_run, runs_dir
-from specpilot.run_lock import RunLock
+from specpilot.paths import find_run, runs_dir
 
 
 def register(app: typer.Typer) -> None:
@@ -64,19 +62,7 @@ def resume(
 
 
 def new_run_dir(wanted: Path | None, name: str) -> Path:
-    """Folder for a new run. Raises `RunFolderError` if the wanted one holds a run or something else."""
+    """Folder for a new run: the wanted one, or one of a new name in the home folder."""
     if wanted is None:
         return runs_dir() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
-    folder = wanted.expanduser().resolve()
-    if folder.exists() and not folder.is_dir():
-        raise RunFolderError(f"{folder} is a file, not a folder", "give a new folder as --run-dir.")
-    holder = RunLock.holder(folder)
-    if holder:
-        raise RunLockedError(f"{folder} is in use by {holder}", "wait for it, or give another --run-dir.")
-    if (folder / JOURNAL_NAME).exists():
-        raise RunFolderError(
-            f"{folder} already holds a run", f"`specpilot resume {folder}`, or give another --run-dir."
-        )
-    if folder.exists() and (not folder.is_dir() or any(p.name != "run.lock" for p in folder.iterdir())):
-        raise RunFolderError(f"{folder} is not an empty folder", "give a new folder as --run-dir.")
-    return folder
+    return wanted.expanduser().resolve()

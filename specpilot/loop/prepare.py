@@ -14,7 +14,7 @@ from specpilot.contracts import Calibration, Leg
 from specpilot.deployment import Deployment
 from specpilot.drafters import check_drafter
 from specpilot.engine_tree import load_engine_spec
-from specpilot.errors import DigestError, UsageError
+from specpilot.errors import DigestError
 from specpilot.evaluation.baselines import Baselines, measure_variants
 from specpilot.evaluation.legs import run_leg
 from specpilot.evaluation.prompts import check_prompt_files
@@ -66,19 +66,9 @@ def starting_tunables(tree: Path, deployment: Deployment) -> dict[str, str]:
     wanted = deployment.engine.tunables
     if not wanted:
         return {}
-    declared = load_engine_spec(tree).tunables
-    for name, value in wanted.items():
-        if name not in declared or not declared[name].allows(value):
-            raise UsageError(
-                f"engine.tunables.{name} = {value!r} is not declared by the engine tree, or outside its range",
-                f"declared: {', '.join(declared) or 'none'}.",
-            )
-    values = {name: tunable.default for name, tunable in declared.items()}
     path = tree / "tunables.toml"
-    if path.exists():
-        values |= tomllib.loads(path.read_text(encoding="utf-8"))
-    lines = [f"{name} = {json.dumps(value)}" for name, value in (values | wanted).items()]
-    return {"tunables.toml": "\n".join(["# Values of the tunables declared in engine.toml.", *lines]) + "\n"}
+    present = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {path.name: load_engine_spec(tree).tunables_text(present | wanted)}
 
 
 def _identities(context: RunContext) -> Prepared:

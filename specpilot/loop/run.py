@@ -6,7 +6,6 @@ journal. `optimize` and `resume` are the same workflow: finished steps are read,
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import threading
@@ -17,14 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from specpilot import __version__
 from specpilot.contracts import StopReason
 from specpilot.deployment import Deployment, parse_deployment
-from specpilot.errors import GateUnsoundError, InfrastructureError, RunFolderError, SpecPilotError, disk_full_named
+from specpilot.errors import (
+    GateUnsoundError,
+    InfrastructureError,
+    RunFolderError,
+    RunLockedError,
+    SpecPilotError,
+    disk_full_named,
+)
 from specpilot.evidence import check_run, seal_file
-from specpilot.journal import Journal, ProcessRow
+from specpilot.journal import Journal
 from specpilot.loop.budget import EXPECTED_ASSESS_S, BudgetClock, extend, in_force
 from specpilot.loop.context import RunContext
 from specpilot.loop.finish import finish
@@ -39,6 +43,7 @@ from specpilot.models import ensure_models
 from specpilot.paths import JOURNAL_NAME, home, memory_url, register_run, runs_dir
 from specpilot.report.view import RunView
 from specpilot.run_lock import RunLock
+from specpilot.sandbox import kill_leftovers
 from specpilot.workspace import Workspace
 
 EXIT_CODES = {
@@ -64,21 +69,17 @@ class Outcome:
 
 def optimize(
     deployment: Deployment,
-    run_dir: Path | None = None,
+    folder: Path,
     *,
     source: Path | None = None,
     plain: bool = False,
     memory: str | None = None,
 ) -> Outcome:
-    """Begins a run and works until it ends. `source` is the deployment's file; `memory` an SQLAlchemy URL.
+    """Begins a run in `folder` and works until it ends. `source` is the deployment's file; `memory` an SQLAlchemy URL.
 
-    Raises `RunFolderError` when the folder already holds a run (resume it), `RunLockedError` when one is alive.
+    Raises `RunFolderError` when the folder holds a run (resume it) or anything else, `RunLockedError` when one is alive.
     """
-    folder = run_dir or runs_dir() / f"{deployment.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (folder / JOURNAL_NAME).exists():
-        raise RunFolderError(f"{folder} already holds a run", f"go on with it: specpilot resume {folder}")
-    if folder.exists() and any(item.name != "run.lock" for item in folder.iterdir()):
-        raise RunFolderError(f"{folder} is not empty and holds no run", "give an empty or a new folder.")
+    _require_free(folder)
     with disk_full_named(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with RunLock(folder):
@@ -98,6 +99,19 @@ def optimize(
         with disk_full_named(folder):
             (folder / "deployment.yaml").write_text(deployment.to_yaml(), encoding="utf-8")
         return _work(folder, journal, plain=plain)
+
+
+def _require_free(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"{folder} is a file, not a folder", "give a new folder as --run-dir.")
+    if holder := RunLock.holder(folder):
+        raise RunLockedError(f"{folder} is in use by {holder}", "wait for it, or give another --run-dir.")
+    if (folder / JOURNAL_NAME).exists():
+        raise RunFolderError(
+            f"{folder} already holds a run", f"`specpilot resume {folder}`, or give another --run-dir."
+        )
+    if folder.exists() and any(item.name != "run.lock" for item in folder.iterdir()):
+        raise RunFolderError(f"{folder} is not an empty folder", "give a new folder as --run-dir.")
 
 
 def resume(run_dir: Path, *, plain: bool = False, minutes: float | None = None, rounds: int | None = None) -> Outcome:
@@ -242,19 +256,12 @@ def _ended(context: RunContext, stop: StopReason) -> Outcome:
     return Outcome(context.run_dir, stop)
 
 
-def end_leftovers(journal: Journal) -> list[ProcessRow]:
-    """Ends engines that an earlier life of the run left behind; a process id that is somebody else's now is left alone."""
-    ended = []
-    for row in journal.live_processes():
-        try:
-            process = psutil.Process(row.pid)
-            if abs(process.create_time() - row.start_time) < 1.0:
-                os.killpg(row.pgid, signal.SIGKILL)
-                ended.append(row)
-        except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
-            pass
+def end_leftovers(journal: Journal) -> None:
+    """Ends engines that an earlier life of the run left behind."""
+    rows = journal.live_processes()
+    kill_leftovers((row.pid, row.pgid, row.start_time) for row in rows)
+    for row in rows:
         journal.end_process(row.pid, row.start_time)
-    return ended
 
 
 def _tidy(context: RunContext) -> None:

@@ -22,6 +22,7 @@ from specpilot.run_lock import RunLock
 from tests.helpers.fake_server import Behaviour
 from tests.helpers.killing import COMMAND
 from tests.specpilot.loop.setting import fake_setting, patch_between, remember
+from tests.specpilot.test_cli import specpilot
 
 STOCK = Behaviour(round_s=0.006)
 
@@ -122,6 +123,12 @@ def test_infrastructure_failure_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(InfrastructureError):
         optimize(deployment, tmp_path / "run", plain=True, memory=f"sqlite:///{tmp_path / 'm.sqlite'}")
     assert stop_reason(tmp_path / "run") == "infrastructure"
+    journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
+    tries = [event.data["text"] for event in journal.events(kind="note") if "(try " in event.data["text"]]
+    journal.close()
+    assert [text[-7:] for text in tries] == ["(try 1)", "(try 2)", "(try 3)"]
+    done = specpilot("resume", str(tmp_path / "run"), "--plain")
+    assert done.returncode == 9 and "Traceback" not in done.stderr
 
 
 def test_changed_weights_end_a_resume(tmp_path: Path) -> None:
@@ -147,7 +154,7 @@ def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     deployment = fake_setting(tmp_path, STOCK)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("do not lose me")
-    with pytest.raises(RunFolderError, match="not empty"):
+    with pytest.raises(RunFolderError, match="not an empty folder"):
         optimize(deployment, tmp_path / "run", plain=True)
     assert (tmp_path / "run" / "thesis.txt").read_text() == "do not lose me"
 
