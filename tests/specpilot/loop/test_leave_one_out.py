@@ -35,6 +35,8 @@ def setting(folder: Path) -> tuple[Deployment, str]:
         remember(store, "tokens", patch_between(STOCK, replace(STOCK, token_s=0.0)))
     return fake_setting(folder, STOCK), memory
 
+pytestmark = pytest.mark.xdist_group("test_leave_one_out")  # one run for all of them
+
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -22,6 +22,8 @@ FASTER = replace(STOCK, round_s=0.006)
 LOSSY = replace(STOCK, round_s=0.004, wrong_every=5)
 SLOWER = replace(STOCK, token_s=0.004)
 
+pytestmark = pytest.mark.xdist_group("test_loop")  # one run for all of them
+
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,6 +35,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         remember(store, "half-the-round", patch_between(STOCK, FASTER))
         remember(store, "lossy", patch_between(STOCK, LOSSY))
         remember(store, "slower", patch_between(STOCK, SLOWER))
+        there_and_back = patch_between(STOCK, FASTER) + patch_between(FASTER, STOCK)
+        remember(store, "nothing", there_and_back)
         remember(store, "gone", patch_between(replace(STOCK, salt="x", round_s=3), replace(STOCK, salt="y", round_s=4)))
     outcome = optimize(deployment, folder / "run", plain=True, memory=memory)
     assert outcome.stop is StopReason.rounds_done
@@ -46,6 +50,7 @@ def test_each_candidate_meets_its_known_fate(ended: Path) -> None:
     assert fate["half-the-round"] == (AttemptState.merged, None)
     assert fate["lossy"] == (AttemptState.rejected, Reason.token_mismatch)
     assert fate["slower"] == (AttemptState.rejected, Reason.no_gain)
+    assert fate["nothing"] == (AttemptState.rejected, Reason.empty_diff)
     assert fate["gone"] == (AttemptState.rejected, Reason.does_not_apply)
 
 
@@ -84,8 +89,8 @@ def test_memory_holds_what_was_found(ended: Path) -> None:
     assert found["half-the-round"].effects[0].ratio > 1.3
     assert found["slower"].effects[0].reason == "no-gain"
     assert found["lossy"].effects[0].reason == "token-mismatch"
-    assert (stats.recalled, stats.tried, stats.accepted) == (4, 3, 1)
-    assert (told.recalled, told.tried, told.accepted) == (4, 3, 1), "report and memory count alike"
+    assert (stats.recalled, stats.tried, stats.accepted) == (5, 3, 1)
+    assert (told.recalled, told.tried, told.accepted) == (5, 3, 1), "report and memory count alike"
 
 
 def test_resuming_an_ended_run_repeats_nothing(ended: Path) -> None:
