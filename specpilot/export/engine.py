@@ -20,6 +20,8 @@ from specpilot.export.source import RunSource
 from specpilot.models import weights_digest
 
 FILES = Path(__file__).resolve().parent / "files"
+CORES = Path(__file__).resolve().parent.parent / "cores.py"
+"""How many cores there are, for the export as for the run; imports nothing of ours."""
 IMPORTERS = Path(__file__).resolve().parent.parent / "engines" / "importers"
 VARIANTS = {
     "final": ("engine", "final"),
@@ -59,6 +61,7 @@ def _write_tools(folder: Path) -> None:
     for path in sorted(FILES.glob("*.py")):
         if path.name != "__init__.py":
             shutil.copyfile(path, tools / path.name)
+    shutil.copyfile(CORES, tools / CORES.name)
     (tools / "importers").mkdir()
     for path in sorted(IMPORTERS.glob("*.py")):
         shutil.copyfile(path, tools / "importers" / path.name)

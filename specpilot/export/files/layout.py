@@ -1,4 +1,4 @@
-"""Where things are in an exported engine, and how its variants are started. Standard library only."""
+"""Where things are in an exported engine, and how its variants are started. Standard library only; `cores.py` beside it is SpecPilot's own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
+
+from cores import usable_cores  # type: ignore[import-not-found]
 
 HOME = Path(__file__).resolve().parent.parent
 """The export's folder."""
@@ -149,11 +151,6 @@ def readiness(variant: str, info: dict[str, Any]) -> tuple[str, float]:
     tree = HOME / info["variants"][variant]["tree"]
     section = tomllib.loads((tree / "engine.toml").read_text(encoding="utf-8")).get("readiness", {})
     return str(section.get("path", "/health")), float(section.get("timeout_s", 180))
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fill(word: str, values: dict[str, str]) -> str:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from specpilot import export
 from specpilot.deployment import load_deployment
 from specpilot.errors import DigestError, DiskFullError, EnvironmentProblem, RunFolderError, UsageError
 from specpilot.export import export_run
 from specpilot.export.pins import requirements, third_party_imports
+from tests.helpers.scripts import scripts_of
 
 from .conftest import SECRET
 
@@ -377,9 +377,24 @@ def test_pins_follow_imports_without_running_them(tmp_path):
         requirements([tmp_path], "/nowhere/python")
 
 
-def test_near_tie_rule_is_the_binomial_one(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(export.__file__).parent / "files"))
-    import verify  # the stand-alone program, as it runs in an export
+def test_an_export_knows_of_cores_what_the_run_knew(shared_export, monkeypatch):
+    """On 64 cores of which a container pays for two."""
+    _, to = shared_export
+    with scripts_of(to / "tools"):
+        import cores
+        import layout
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: 2.0)
+    monkeypatch.delenv("THREADS", raising=False)
+    assert layout.threads({"threads": None}) == "2" and layout.threads({"threads": 3}) == "3"
+    monkeypatch.setenv("THREADS", "5")
+    assert layout.threads({"threads": 3}) == "5"
+
+
+def test_near_tie_rule_is_the_binomial_one(shared_export):
+    _, to = shared_export
+    with scripts_of(to / "tools"):
+        import verify  # the stand-alone program, as it runs in an export
     from scipy.stats import binom
 
     for count, total, share in ((0, 100, 0.01), (1, 100, 0.01), (6, 300, 0.01), (300, 300, 0.5), (3, 10, 0.2)):
