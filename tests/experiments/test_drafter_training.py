@@ -10,22 +10,28 @@ import numpy as np
 import pytest
 import torch
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-sys.path[:0] = [str(EXPERIMENTS / "train_drafter"), str(EXPERIMENTS / "acceptance")]
+from tests.helpers.scripts import scripts_of
 
-from build_prompts import Prompt as PromptLine  # noqa: E402
-from build_prompts import alternate, shuffled  # noqa: E402
-from drafter import Drafter, DrafterShape  # noqa: E402
-from evaluate import walk  # noqa: E402
-from generate import cut_loops  # noqa: E402
-from loss import HeadLoss, chunk_gradient  # noqa: E402
-from make_prompts import CODE_REQUESTS, finish_prompt, ngrams  # noqa: E402
-from plain_dflash import PlainDrafter  # noqa: E402
-from train import draw, schedule  # noqa: E402
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+with scripts_of(EXPERIMENTS / "train_drafter", EXPERIMENTS / "acceptance"):
+    from build_prompts import Prompt as PromptLine
+    from build_prompts import alternate, shuffled
+    from drafter import Drafter, DrafterShape
+    from evaluate import walk
+    from generate import cut_loops
+    from loss import HeadLoss, chunk_gradient
+    from make_prompts import CODE_REQUESTS, finish_prompt, ngrams
+    from plain_dflash import PlainDrafter
+    from train import draw, schedule
 
 SHAPE = DrafterShape(
     hidden=36, layers=2, intermediate=40, heads=6, kv_heads=2, head_dim=16, vocabulary=97, mask_token_id=4, tap_ids=(0, 1), block_size=5
 )  # fmt: skip
+
+
+def test_the_scripts_names_are_not_left_to_other_tests() -> None:
+    assert not {"target", "train", "loss", "generate", "drafter", "evaluate"} & sys.modules.keys()
+    assert not any("experiments" in Path(entry).parts for entry in sys.path)
 
 
 def test_trained_module_drafts_what_the_plain_implementation_drafts(tmp_path: Path) -> None:
