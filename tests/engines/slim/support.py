@@ -1,7 +1,8 @@
-"""Runs requests through the real scheduler, in this thread."""
+"""Runs requests through the real scheduler, in this thread; and what tests that ask a server have in common."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,20 @@ from slim_engine.sampling import SamplingParams
 from slim_engine.scheduler import Scheduler
 from slim_engine.text import Detokenizer, TextCodec
 from slim_engine.tunables import load_tunables
+
+PROMPT = [7, 9, 11, 200, 31]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def greedy(tokens: int = 20, **more: Any) -> dict[str, Any]:
+    """Sampling parameters of a greedy answer of fixed length."""
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **more}
 
 
 def engine(

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,10 +27,8 @@ from slim_engine.text import TextCodec, TextStream
 from transformers import AutoModelForCausalLM
 
 from tests.engines.slim.conftest import TREE
-from tests.engines.slim.support import engine, run
+from tests.engines.slim.support import PROMPT, engine, free_port, greedy, run
 from tests.helpers.tiny_model import SPECIALS, VOCAB
-
-PROMPT = [7, 9, 11, 200, 31]
 
 
 def _start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -40,15 +37,9 @@ def _start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=TREE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def server(llama: Path, drafter: Path) -> Iterator[str]:
-    port = _free_port()
+    port = free_port()
     process = _start(
         *("--target", str(llama), "--drafter", str(drafter), "--port", str(port), "--max-len", "256"),
         *("--variant", "stock", "--name", "tiny"),
@@ -72,17 +63,13 @@ def _generate(url: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{url}/generate", json=body, timeout=60)
 
 
-def _greedy(tokens: int = 20, **more: Any) -> dict[str, Any]:
-    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **more}
-
-
 @pytest.fixture(scope="module")
 def truth(llama: Path) -> list[int]:
     return run(engine(llama), [PROMPT], max_new_tokens=60, ignore_eos=True)[0].output_ids
 
 
 def test_generate(server: str, truth: list[int]) -> None:
-    answer = _generate(server, input_ids=PROMPT, sampling_params=_greedy(60), rid="mine").json()
+    answer = _generate(server, input_ids=PROMPT, sampling_params=greedy(60), rid="mine").json()
     assert answer["output_ids"] == truth
     meta = answer["meta_info"]
     assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 5, 60)
@@ -91,7 +78,7 @@ def test_generate(server: str, truth: list[int]) -> None:
 
 
 def test_stream_holds_only_new_ids(server: str, truth: list[int]) -> None:
-    body = {"input_ids": PROMPT, "sampling_params": _greedy(60), "stream": True}
+    body = {"input_ids": PROMPT, "sampling_params": greedy(60), "stream": True}
     with httpx.stream("POST", f"{server}/generate", json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line[6:] for line in answer.iter_lines() if line]
@@ -100,7 +87,7 @@ def test_stream_holds_only_new_ids(server: str, truth: list[int]) -> None:
     assert [t for e in events for t in e["output_ids"]] == truth
     assert (
         "".join(e["text"] for e in events)
-        == _generate(server, input_ids=PROMPT, sampling_params=_greedy(60)).json()["text"]
+        == _generate(server, input_ids=PROMPT, sampling_params=greedy(60)).json()["text"]
     )
     assert [e["meta_info"]["finish_reason"] is None for e in events] == [True] * (len(events) - 1) + [False]
     assert (
@@ -127,9 +114,7 @@ def test_several_at_once_give_the_same_tokens(server: str, llama: Path) -> None:
     want = [r.output_ids for r in run(engine(llama), prompts, max_new_tokens=30, ignore_eos=True)]
     with ThreadPoolExecutor(12) as pool:
         got = list(
-            pool.map(
-                lambda p: _generate(server, input_ids=p, sampling_params=_greedy(30)).json()["output_ids"], prompts
-            )
+            pool.map(lambda p: _generate(server, input_ids=p, sampling_params=greedy(30)).json()["output_ids"], prompts)
         )
     assert got == want
 
@@ -141,7 +126,7 @@ def test_server_info(server: str) -> None:
     assert (info["engine"], info["commit"], info["variant"], info["threads"]) == ("slim", "abc123", "stock", 1)
     assert info["drafter"]["method"] == "dflash" and info["drafter"]["block_size"] == 8
     assert len(info["target"]["sha256"]) == len(info["drafter"]["sha256"]) == len(info["tree_digest"]) == 64
-    _generate(server, input_ids=PROMPT, sampling_params=_greedy(11))
+    _generate(server, input_ids=PROMPT, sampling_params=greedy(11))
     after = httpx.get(f"{server}/server_info").json()
     assert after["counters"]["committed_tokens"] - info["counters"].get("committed_tokens", 0) == 10
     assert after["accepted_length"] == after["counters"]["committed_tokens"] / after["counters"]["rounds"]
@@ -152,7 +137,7 @@ def test_profile(server: str, tmp_path: Path) -> None:
     assert httpx.post(f"{server}/stop_profile").status_code == 400
     assert httpx.post(f"{server}/start_profile", json={"output_dir": str(tmp_path / "p")}).status_code == 200
     assert httpx.post(f"{server}/start_profile").status_code == 400
-    _generate(server, input_ids=PROMPT, sampling_params=_greedy(8))
+    _generate(server, input_ids=PROMPT, sampling_params=greedy(8))
     trace = Path(httpx.post(f"{server}/stop_profile").json()["trace"])
     assert trace.parent == tmp_path / "p"
     assert any(e["name"] == "round" for e in json.loads(trace.read_text())["traceEvents"])
@@ -201,10 +186,10 @@ def test_a_client_that_leaves_frees_its_slot(server: str) -> None:
     before = httpx.get(f"{server}/server_info").json()["counters"]["requests"]
     for _ in range(9):  # one more than --max-requests
         with httpx.stream(
-            "POST", f"{server}/generate", json={"input_ids": PROMPT, "sampling_params": _greedy(240), "stream": True}
+            "POST", f"{server}/generate", json={"input_ids": PROMPT, "sampling_params": greedy(240), "stream": True}
         ) as answer:
             next(answer.iter_lines())
-    assert _generate(server, input_ids=PROMPT, sampling_params=_greedy(3)).status_code == 200
+    assert _generate(server, input_ids=PROMPT, sampling_params=greedy(3)).status_code == 200
     for _ in range(100):
         if httpx.get(f"{server}/server_info").json()["counters"]["requests"] == before + 10:
             return
@@ -252,7 +237,7 @@ def test_openai_models(client: openai.OpenAI) -> None:
 
 def test_openai_completions(client: openai.OpenAI, server: str, truth: list[int]) -> None:
     extra = {"ignore_eos": True}
-    want = _generate(server, input_ids=PROMPT, sampling_params=_greedy(30)).json()["text"]
+    want = _generate(server, input_ids=PROMPT, sampling_params=greedy(30)).json()["text"]
     done = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=30, temperature=0, logprobs=2, extra_body=extra
     )
@@ -324,7 +309,7 @@ def _letters(tokens: list[int]) -> list[bytes]:
 
 def _expected(llama: Path, server: str) -> tuple[list[int], Any]:
     """The greedy answer to PROMPT, and the log-probabilities that transformers gives at each of its positions."""
-    ids = _generate(server, input_ids=PROMPT, sampling_params=_greedy(30)).json()["output_ids"]
+    ids = _generate(server, input_ids=PROMPT, sampling_params=greedy(30)).json()["output_ids"]
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([PROMPT + ids])).logits[0]
@@ -362,7 +347,7 @@ def test_openai_chat_logprobs_are_the_targets(client: openai.OpenAI, server: str
     whole = client.chat.completions.create(**options).choices[0].logprobs
     assert whole is not None and whole.content is not None and len(whole.content) == 20
     prompt = _chat_prompt()
-    ids = _generate(server, input_ids=prompt, sampling_params=_greedy(20)).json()["output_ids"]
+    ids = _generate(server, input_ids=prompt, sampling_params=greedy(20)).json()["output_ids"]
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     with torch.inference_mode():
         logp = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -468,7 +453,7 @@ def test_missing_checkpoint(llama: Path, arguments: list[str]) -> None:
 
 def test_threads_are_those_asked_for(llama: Path) -> None:
     """--threads counts, whatever OMP_NUM_THREADS says."""
-    port = _free_port()
+    port = free_port()
     process = _start("--target", str(llama), "--port", str(port), OMP_NUM_THREADS="2")
     try:
         for _ in range(600):
@@ -502,7 +487,7 @@ def test_wrong_options_are_one_line_and_a_code(option: str, value: str, capsys: 
 
 def test_sigterm_during_generation(llama: Path) -> None:
     """The stream ends with an abort, the process with 0, within seconds."""
-    port = _free_port()
+    port = free_port()
     process = _start("--target", str(llama), "--port", str(port), "--max-len", "512")
     for _ in range(600):
         try:
@@ -510,7 +495,7 @@ def test_sigterm_during_generation(llama: Path) -> None:
             break
         except httpx.TransportError:
             time.sleep(0.1)
-    body = {"input_ids": PROMPT, "sampling_params": _greedy(500), "stream": True}
+    body = {"input_ids": PROMPT, "sampling_params": greedy(500), "stream": True}
     with httpx.stream("POST", f"http://127.0.0.1:{port}/generate", json=body, timeout=30) as answer:
         lines = answer.iter_lines()
         next(lines)

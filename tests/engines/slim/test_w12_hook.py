@@ -16,8 +16,7 @@ import torch
 
 from specpilot.kernels.w12 import engine_hook
 from tests.engines.slim.conftest import TREE
-from tests.engines.slim.support import engine, run
-from tests.engines.slim.test_server import PROMPT, _free_port, _greedy
+from tests.engines.slim.support import PROMPT, engine, free_port, greedy, run
 
 ROOT = TREE.parents[1]
 
@@ -29,7 +28,7 @@ def hook(*arguments: str, cwd: Path = TREE) -> subprocess.Popen[str]:
 
 
 def test_the_served_engine_gives_the_tokens_of_the_stock_one(llama: Path, drafter: Path) -> None:
-    port = _free_port()
+    port = free_port()
     process = hook("--", "--target", str(llama), "--drafter", str(drafter), "--port", str(port), "--threads", "1")
     for _ in range(600):
         assert process.poll() is None, process.communicate()
@@ -38,7 +37,7 @@ def test_the_served_engine_gives_the_tokens_of_the_stock_one(llama: Path, drafte
             break
         except httpx.TransportError:
             time.sleep(0.1)
-    body = {"input_ids": PROMPT, "sampling_params": _greedy(40)}
+    body = {"input_ids": PROMPT, "sampling_params": greedy(40)}
     answer = httpx.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=60).json()
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=20)[0]
