@@ -35,6 +35,7 @@ def setting(folder: Path) -> tuple[Deployment, str]:
         remember(store, "tokens", patch_between(STOCK, replace(STOCK, token_s=0.0)))
     return fake_setting(folder, STOCK), memory
 
+
 pytestmark = pytest.mark.xdist_group("test_leave_one_out")  # one run for all of them
 
 

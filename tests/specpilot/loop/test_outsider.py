@@ -12,10 +12,10 @@ import yaml
 from specpilot.agents import AgentError
 from specpilot.contracts import AttemptState, StopReason
 from specpilot.errors import UsageError
+from specpilot.gate.timing import in_flight
 from specpilot.journal import Journal
-from specpilot.loop import budget
+from specpilot.loop import budget, observe, rounds
 from specpilot.loop.external import open_attempt, submit_attempt
-from specpilot.loop import rounds
 from specpilot.loop.rounds import _assess_all, run_round, waiting_outsiders
 from specpilot.loop.run import open_run, optimize, resume
 from specpilot.loop.state import merged_mechanisms
@@ -70,6 +70,27 @@ def test_resuming_an_ended_run_costs_none_of_its_time(rested: Path) -> None:
     for _ in range(2):
         assert resume(rested, plain=True).exit_code == 0
     assert elapsed(rested) == before
+
+
+def test_the_profile_is_of_the_deployments_load(rested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests at a time, so three share each round: twice the tokens of one need no more rounds."""
+    with open_run(rested) as context:
+        load = context.deployment.regime.model_copy(update={"concurrency": 3})
+        context.deployment = context.deployment.model_copy(update={"regime": load})
+        asked: list[int] = []
+        run_leg = observe.run_leg
+
+        def listen(server, prompts, **options):
+            asked.append(options["concurrency"])
+            leg = run_leg(server, prompts, **options)
+            assert len(prompts) == 1 or in_flight(leg) > 2.0
+            return leg
+
+        monkeypatch.setattr(observe, "run_leg", listen)
+        with context.engine(context.trees.first_commit, "stock", "profiled") as server:
+            table = observe.profile_engine(context, "profiled", server)
+    assert asked == [3, 3, 3] and table.hardware["regime"]["requests"] == 3
+    assert table.round_ms > 16.0
 
 
 def test_a_rejected_attempt_exits_10_and_an_accepted_one_0(rested: Path, tmp_path: Path) -> None:
