@@ -126,7 +126,7 @@ def measure_variants(
         try:
             for _, server in servers:
                 server.freeze()
-            strangers = other_engines([])
+            strangers = other_engines()
             for _, server in servers:
                 _warm_up(server, batches[0], regime, min(tokens, WARM_UP_TOKENS))
             for number, batch in enumerate(batches):

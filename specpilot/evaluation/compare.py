@@ -225,7 +225,7 @@ def compare(
             with session.blamed("candidate"):
                 require_unchanged(base, base.scheduled)
                 require_uncalled(base)
-            strangers = other_engines([])
+            strangers = other_engines()
             session.warm_up(prompts)
             decode = _measure(session, prompts, settings, alpha, on_pair, began, max_seconds)
         finally:

@@ -14,7 +14,6 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -128,12 +127,11 @@ def _holder(descriptor: int) -> str:
     return os.pread(descriptor, 200, 0).decode(errors="replace").strip()
 
 
-def other_engines(mine: Iterable[int]) -> list[str]:
-    """Running engine processes of this user that are not below the processes `mine`: leftovers, or another run's.
+def other_engines() -> list[str]:
+    """Running engine processes of this user that are not below this process: leftovers, or another run's.
 
     Engines are known by the environment that our sandbox gives them; stopped ones use no device and are left out.
     """
-    own = {os.getpid(), *mine}
     found = []
     for process in psutil.process_iter(["pid", "environ", "status"]):
         facts = process.info
@@ -141,7 +139,7 @@ def other_engines(mine: Iterable[int]) -> list[str]:
         if commit is None or facts["status"] in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
             continue
         try:
-            if not own & {facts["pid"], *(parent.pid for parent in process.parents())}:
+            if os.getpid() not in {parent.pid for parent in process.parents()}:
                 found.append(f"pid {facts['pid']} serving {commit[:12]}")
         except psutil.Error:
             continue

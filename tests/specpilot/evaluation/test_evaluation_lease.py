@@ -118,12 +118,14 @@ def test_engines_that_are_not_ours_are_seen_until_they_are_stopped() -> None:
     script = "SPECPILOT_COMMIT=c0ffee sh -c 'exec sleep 30' > /dev/null & echo $!"
     pid = int(subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE, text=True, check=True, timeout=10).stdout)
     try:
-        assert f"pid {pid} serving c0ffee" in other_engines([])
-        assert f"pid {pid} serving c0ffee" not in other_engines([pid])
+        assert f"pid {pid} serving c0ffee" in other_engines()
+        with subprocess.Popen(["sleep", "30"], env=os.environ | {"SPECPILOT_COMMIT": "c0ffee"}) as own:
+            assert not any(str(own.pid) in words for words in other_engines())
+            own.kill()
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + 5
-        while any(str(pid) in words for words in other_engines([])) and time.monotonic() < deadline:
+        while any(str(pid) in words for words in other_engines()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert f"pid {pid} serving c0ffee" not in other_engines([])
+        assert f"pid {pid} serving c0ffee" not in other_engines()
     finally:
         os.kill(pid, signal.SIGKILL)
