@@ -1,20 +1,18 @@
 """Compile the CUDA kernels with nvcc, once per source and card, and load them. Nothing happens on import.
 
 The library is plain C (pointers, integers, a stream), so that it needs no header of torch and loads beside any build of
-it. It lands in the cache folder of the user, under a name made of the sources, the target and the compiler.
+it. `compiling` says where it lands.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
+from specpilot.kernels.w12.compiling import compiled
 from specpilot.kernels.w12.errors import MachineProblem
 
 SOURCES = Path(__file__).parent / "cuda"
@@ -44,14 +42,6 @@ def find_nvcc() -> str | None:
     return None
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: $SPECPILOT_CACHE, else the user's cache folder."""
-    chosen = os.environ.get("SPECPILOT_CACHE")
-    if chosen:
-        return Path(chosen) / "w12"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specpilot" / "w12"
-
-
 def compile_library(target: str, folder: Path | None = None) -> Path:
     """Compile for `target` ("90a", "120a") unless already there; the path of the library.
 
@@ -63,31 +53,11 @@ def compile_library(target: str, folder: Path | None = None) -> Path:
             "the W12 kernels must be compiled, and nvcc is not to be found",
             "install the CUDA toolkit (12.8 or newer) and put nvcc on the PATH or set CUDA_HOME; until then the layers use Triton",
         )
-    sources = sorted(SOURCES.glob("*.cu*"))
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
     flags = [*(["-DW12_WGMMA"] if target == "90a" else []), *os.environ.get("SPECPILOT_W12_NVCC_FLAGS", "").split()]
-    digest = hashlib.sha256(
-        repr((version, flags)).encode() + b"".join(path.read_bytes() for path in sources)
-    ).hexdigest()[:16]
-    folder = folder or cache_folder()
-    library = folder / f"w12-sm_{target}-{digest}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed when complete: two processes may compile at once
-        made = Path(scratch) / library.name
-        command = [nvcc, "-O3", "-std=c++17", "-gencode", f"arch=compute_{target},code=sm_{target}", "--threads", "0"]
-        command += ["--split-compile", "0", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v"]
-        command += [*flags, *(str(path) for path in sources if path.suffix == ".cu")]
-        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise MachineProblem(
-                f"nvcc could not compile the W12 kernels for sm_{target}:\n{done.stderr[-3000:]}",
-                f"run it by hand: {' '.join(command)}",
-            )
-        library.with_suffix(".log").write_text(done.stderr)
-        made.replace(library)
-    return library
+    command = [nvcc, "-O3", "-std=c++17", "-gencode", f"arch=compute_{target},code=sm_{target}", "--threads", "0"]
+    command += ["--split-compile", "0", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v", *flags]
+    sources = sorted(SOURCES.glob("*.cu*"))
+    return compiled(f"w12-sm_{target}", command, sources, [p for p in sources if p.suffix == ".cu"], folder=folder)
 
 
 @functools.cache

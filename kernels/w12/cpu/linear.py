@@ -89,6 +89,7 @@ class CpuLinear:
             self.in_features,
             out.data_ptr(),
             self.out_features,
+            torch.get_num_threads(),  # of the thread that computes, now: it may not be the one that packed
         )
         return out
 

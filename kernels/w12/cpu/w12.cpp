@@ -26,14 +26,13 @@ struct Team {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
     int (*number)() = nullptr;
     int (*size)() = nullptr;
-    unsigned threads = 1;
 } team;
 
 template <class Body>
-void run_team(const Body& body) {
-    if (team.threads == 1 || team.parallel == nullptr) return body(0, 1);
+void run_team(unsigned threads, const Body& body) {
+    if (threads <= 1 || team.parallel == nullptr) return body(0, 1);
     team.parallel([](void* data) { (*static_cast<const Body*>(data))(team.number(), team.size()); },
-                  const_cast<void*>(static_cast<const void*>(&body)), team.threads, 0);
+                  const_cast<void*>(static_cast<const void*>(&body)), threads, 0);
 }
 
 // Floats of one thread, kept between calls.
@@ -163,11 +162,10 @@ void some_panels(const Matrix& m, const float* x, std::ptrdiff_t ldx, int M, flo
 
 extern "C" {
 
-void w12_team(void* parallel, void* number, void* size, int threads) {
+void w12_team(void* parallel, void* number, void* size) {
     team.parallel = reinterpret_cast<decltype(team.parallel)>(parallel);
     team.number = reinterpret_cast<decltype(team.number)>(number);
     team.size = reinterpret_cast<decltype(team.size)>(size);
-    team.threads = static_cast<unsigned>(threads);
 }
 
 // Width of the vectors that the kernels were built for.
@@ -221,11 +219,12 @@ void w12_pack(const std::uint16_t* words, const std::int32_t* row_base, std::int
     }
 }
 
-void w12_gemm(const Matrix* m, const float* x, std::int64_t M, std::int64_t ldx, float* y, std::int64_t ldy) {
-    run_team([&](int thread, int threads) {
+void w12_gemm(const Matrix* m, const float* x, std::int64_t M, std::int64_t ldx, float* y, std::int64_t ldy,
+              int threads) {
+    run_team(static_cast<unsigned>(threads), [&](int thread, int size) {
         for (std::int64_t r = 0; r < M; r += kMaxRows) {
             const int rows = static_cast<int>(M - r < kMaxRows ? M - r : kMaxRows);
-            some_panels(*m, x + r * ldx, ldx, rows, y + r * ldy, ldy, thread, threads);
+            some_panels(*m, x + r * ldx, ldx, rows, y + r * ldy, ldy, thread, size);
         }
     });
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpilot.kernels.w12.cpu import build, reference
+from specpilot.kernels.w12.compiling import compiled
+from specpilot.kernels.w12.cpu import build
 from specpilot.kernels.w12.cpu.linear import CpuLinear, _runs
 from specpilot.kernels.w12.errors import MachineProblem
-from specpilot.kernels.w12.format import encode
+from specpilot.kernels.w12.format import Planes, decode, encode
 
 try:
     build.library()
@@ -38,6 +41,19 @@ def activations(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
 
 
+def in_order(x: torch.Tensor, planes: Planes) -> torch.Tensor:
+    """The kernel's own order: float32 sums over k = 0, 1, .., each product and sum rounded once (fused).
+
+    A float64 product of a float32 and a bfloat16 is exact, and rounding the float64 sum to float32 equals the fused
+    operation except where the float64 sum itself is rounded onto a tie of float32 (about one step in 2^29).
+    """
+    columns = decode(planes).double()
+    total = torch.zeros(x.shape[0], columns.shape[0], dtype=torch.float32)
+    for k in range(columns.shape[1]):
+        total = (total.double() + x[:, k : k + 1].double() * columns[:, k]).float()
+    return total
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int32)
 
@@ -51,7 +67,7 @@ def test_values_and_order(shape: tuple[int, int], block: int | None) -> None:
     for rows in ROWS:
         x = activations(rows, shape[1])
         y = tight(x)
-        exact = reference.linear(x, planes)
+        exact = x.double() @ decode(planes).double().t()
         bound = (
             shape[1] * 2**-24 * (x.double().abs() @ w.double().abs().t())
         )  # of any float32 summation, to first order
@@ -59,7 +75,7 @@ def test_values_and_order(shape: tuple[int, int], block: int | None) -> None:
         assert torch.equal(bits(y), bits(plain(x))), "BF16 weights give the same bits"
         alone = torch.cat([tight(x[i : i + 1]) for i in range(rows)])
         assert torch.equal(bits(y), bits(alone)), "a row's bits do not depend on its neighbours"
-    assert torch.equal(tight(x[:3]), reference.linear_in_order(x[:3], planes))
+    assert torch.equal(tight(x[:3]), in_order(x[:3], planes))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -69,11 +85,33 @@ def test_threads_do_not_show(threads: int) -> None:
     expected, before = layer(x), torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        build.use_torch_threads()
         assert torch.equal(bits(layer(x)), bits(expected))
     finally:
         torch.set_num_threads(before)
-        build.use_torch_threads()
+
+
+def test_a_product_runs_on_the_threads_of_its_moment() -> None:
+    """Not on those of the moment when the library was loaded. The team is watched through an OpenMP runtime of our own."""
+    asked: list[int] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def parallel(body: Callable[[int], None], data: int, threads: int, _: int) -> None:
+        asked.append(threads)
+        body(data)
+
+    number, size = (ctypes.CFUNCTYPE(ctypes.c_int)(lambda value=value: value) for value in (0, 1))
+    w, x = weight(64, 12), activations(2, 12)
+    layer, lib, before = CpuLinear.from_planes(encode(w)), build.library(), torch.get_num_threads()
+    expected = layer(x)
+    lib.w12_team(*(ctypes.cast(function, ctypes.c_void_p) for function in (parallel, number, size)))
+    try:
+        for threads in (2, 1, 3):  # one needs no team
+            torch.set_num_threads(threads)
+            assert torch.equal(layer(x), expected)
+    finally:
+        torch.set_num_threads(before)
+        lib.w12_team(*build.openmp_entry_points())
+    assert asked == [2, 3]
 
 
 def test_every_weight_is_exact() -> None:
@@ -145,3 +183,28 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             build.library()
     finally:
         build.library.cache_clear()
+
+
+def test_a_source_is_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler, source = shutil.which("g++"), tmp_path / "seven.cpp"
+    if compiler is None:
+        pytest.skip("needs g++")
+    monkeypatch.setenv("SPECPILOT_CACHE", str(tmp_path / "cache"))
+    source.write_text('extern "C" int seven() { return 7; }')
+
+    def make(*flags: str, made_for: str = "") -> Path:
+        return compiled("seven", [compiler, "-shared", "-fPIC", *flags], [source], [source], made_for=made_for)
+
+    first = make()
+    assert first.parent == tmp_path / "cache" / "w12" and ctypes.CDLL(str(first)).seven() == 7
+    written = first.stat().st_mtime_ns
+    assert make() == first and first.stat().st_mtime_ns == written
+    assert len({first, make("-O1"), make(made_for="another processor")}) == 3
+    source.write_text("not C++")
+    with pytest.raises(MachineProblem, match="could not compile seven"):
+        make()
+    assert sorted(path.suffix for path in first.parent.iterdir()) == [".log"] * 3 + [".so"] * 3, "nothing half done"
+    monkeypatch.setenv("SPECPILOT_CACHE", str(source))
+    with pytest.raises(MachineProblem, match="cannot be kept") as caught:
+        make()
+    assert "SPECPILOT_CACHE" in caught.value.hint
