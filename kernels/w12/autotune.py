@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from specpilot.kernels.w12.gemm import Shape
+from specpilot.kernels.w12.gemm import Shape, padded_rows
 from specpilot.kernels.w12.layout import COLUMNS, ROWS
 
 TUNED = Path(__file__).parent / "tuned"
@@ -32,11 +32,6 @@ W12_SUBTILE = 1552  # the usual size; candidates that fit it with a longer recor
 def card_name(device: torch.device | int | None = None) -> str:
     """The card's name as a file name: NVIDIA_H200."""
     return re.sub(r"\W+", "_", torch.cuda.get_device_name(device)).strip("_")
-
-
-def bucket_of(m: int) -> int:
-    """Row counts that share a choice: 8, 16, 32 or 64."""
-    return next(b for b in BUCKETS if m <= b)
 
 
 def placements(k: int, parts: int) -> Iterator[tuple[int, int]]:
@@ -131,14 +126,36 @@ def _table(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(path.read_text())["shapes"] if path.exists() else {}
 
 
-def choose(n: int, k: int, m: int, device: torch.device | int | None = None, **limits: object) -> Shape:
-    """The tuned shape of the card's file, else the heuristic. limits: `subtile`, `best` as for `heuristic`."""
-    properties = torch.cuda.get_device_properties(device if device is not None else torch.cuda.current_device())
-    best = bool(limits.get("best", False))
-    subtile = int(str(limits.get("subtile", W12_SUBTILE)))
-    m = bucket_of(m)  # what fits, and which choice, depends on no more
-    found = _table(TUNED / f"{card_name(device)}.json").get(f"{n}x{k}", {}).get(str(m))
-    processors = properties.multi_processor_count
+def choose(
+    n: int,
+    k: int,
+    m: int,
+    device: torch.device | int | None = None,
+    *,
+    subtile: int = W12_SUBTILE,
+    best: bool = False,
+) -> Shape:
+    """The tuned shape of the card's file, else the heuristic. subtile, best: as for `heuristic`.
+
+    Every launch asks, so what was found is kept.
+    """
+    if not isinstance(device, int):
+        index = device.index if device is not None else None
+        device = torch.cuda.current_device() if index is None else index
+    # What fits, and which choice, depends on no more than the rows that the kernel computes.
+    return _chosen(n, k, padded_rows(m), *_card(device), subtile, best)
+
+
+@cache
+def _card(device: int) -> tuple[Path, int]:
+    """The file of a card's tuned shapes, there or not, and its multiprocessors."""
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return TUNED / f"{card_name(device)}.json", processors
+
+
+@cache
+def _chosen(n: int, k: int, m: int, file: Path, processors: int, subtile: int, best: bool) -> Shape:
+    found = _table(file).get(f"{n}x{k}", {}).get(str(m))
     if not found:
         return heuristic(n, k, m, processors, subtile, best)
     shape = Shape(**found)

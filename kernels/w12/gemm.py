@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,11 +155,16 @@ def launch(
         top=top,
         dependent=int(dependent),
     )
-    library = library_of(x.device)
-    said = library.w12_gemm(
-        ctypes.byref(arguments), _FORMATS[tiles.kind], epilogue, shape.manner, groups, _stream(x.device)
+    _call(
+        x.device,
+        "w12_gemm",
+        f"product of {tuple(x.shape)} and {tiles.shape} with {shape}",
+        ctypes.byref(arguments),
+        _FORMATS[tiles.kind],
+        epilogue,
+        shape.manner,
+        groups,
     )
-    _said(said, f"product of {tuple(x.shape)} and {tiles.shape} with {shape}")
     return groups * shape.split
 
 
@@ -167,11 +173,16 @@ def library_of(device: torch.device) -> ctypes.CDLL:
     return load(target_of(torch.cuda.get_device_capability(device)))
 
 
-def _stream(device: torch.device) -> ctypes.c_void_p:
-    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+def _call(device: torch.device, function: str, what: str, *arguments: Any) -> None:
+    """Call `function` of the library with the device's current stream last. Raises RuntimeError with what CUDA said.
 
-
-def _said(words: bytes | None, what: str) -> None:
+    The device is made the current one meanwhile: torch's default stream has the handle 0, which CUDA takes for the
+    default stream of whatever device is current.
+    """
+    library = library_of(device)
+    with torch.cuda.device(device):
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        words: bytes | None = getattr(library, function)(*arguments, stream)
     if words:
         raise RuntimeError(f"W12 {what}: {words.decode()}")
 
@@ -181,9 +192,11 @@ def finish_best(
 ) -> None:
     """Merge the lists of `blocks` thread blocks into index (int64 [m, top]) and value (float32 [m, top] or None)."""
     m, top = index.shape
-    library = library_of(index.device)
     pointer = value.data_ptr() if value is not None else None
-    said = library.w12_finish_best(
+    _call(
+        index.device,
+        "w12_finish_best",
+        "merge of the best logits",
         best[0].data_ptr(),
         best[1].data_ptr(),
         pointer,
@@ -192,9 +205,7 @@ def finish_best(
         m,
         top,
         int(dependent),
-        _stream(index.device),
     )
-    _said(said, "merge of the best logits")
 
 
 def expand(tiles: Tiles, out: Tensor) -> None:
@@ -202,8 +213,10 @@ def expand(tiles: Tiles, out: Tensor) -> None:
     if out.dtype != torch.bfloat16 or out.numel() != tiles.shape[0] * tiles.shape[1] or not out.is_contiguous():
         raise ValueError(f"out must be contiguous bfloat16 of {tiles.shape}, got {out.dtype} {tuple(out.shape)}")
     row_tiles, subtiles, size = tiles.data.shape
-    library = library_of(out.device)
-    said = library.w12_expand(
+    _call(
+        out.device,
+        "w12_expand",
+        "expansion",
         tiles.data.data_ptr(),
         tiles.overflow.data_ptr(),
         out.data_ptr(),
@@ -213,9 +226,7 @@ def expand(tiles: Tiles, out: Tensor) -> None:
         subtiles,
         size,
         int(tiles.paired),
-        _stream(out.device),
     )
-    _said(said, "expansion")
 
 
 def add_norm(
@@ -241,8 +252,10 @@ def add_norm(
         raise ValueError(
             f"add_norm takes contiguous, 16-byte aligned rows of at most 12288 columns, a multiple of 8, got {tuple(x.shape)}"
         )
-    library = library_of(x.device)
-    said = library.w12_add_norm(
+    _call(
+        x.device,
+        "w12_add_norm",
+        "norm",
         x.data_ptr(),
         residual.data_ptr() if residual is not None else None,
         weight.data_ptr(),
@@ -253,9 +266,7 @@ def add_norm(
         eps,
         1.0 if centred else 0.0,
         int(dependent),
-        _stream(x.device),
     )
-    _said(said, "norm")
 
 
 def _check(tiles: Tiles, x: Tensor, y: Tensor | None, residual: Tensor | None, shape: Shape, epilogue: int) -> None:

@@ -25,15 +25,24 @@ from specpilot.kernels.w12.layout import COLUMNS, Tiles, tile_w12, untile
 
 EXPAND_ABOVE = 192
 """Rows above which expanding and the library are faster than groups of 64; measured on an H200, experiments/w12."""
-_scratch: dict[torch.device, Tensor] = {}
+_scratch: dict[torch.device, list[Tensor]] = {}
 
 
 def scratch(device: torch.device, weights: int) -> Tensor:
-    """The one BF16 scratch of a device, at least `weights` long. Grown outside of graph capture only."""
-    held = _scratch.get(device)
-    if held is None or held.numel() < weights:
-        held = _scratch[device] = torch.empty(weights, dtype=torch.bfloat16, device=device)
-    return held
+    """The one BF16 scratch of a device, at least `weights` long.
+
+    A scratch that was outgrown stays: a CUDA graph captured with it writes there at every replay. Ask for the largest
+    first. Raises RuntimeError where it would have to grow while a graph is being captured.
+    """
+    held = _scratch.setdefault(device, [])
+    if not held or held[-1].numel() < weights:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the W12 scratch of {device} must grow to {weights} weights, which a graph capture does not allow: "
+                f"run the layers once with more than {EXPAND_ABOVE} rows, or call linear.scratch, before capturing"
+            )
+        held.append(torch.empty(weights, dtype=torch.bfloat16, device=device))
+    return held[-1]
 
 
 @functools.cache
@@ -192,7 +201,7 @@ class W12GateUp(nn.Module):
 
 
 class W12Head(nn.Module):
-    """A language-model head. Equal logits (after rounding to BF16) resolve to the lowest token, as torch.argmax does."""
+    """A language-model head. Equal logits (after rounding to BF16) resolve to the lowest token, as torch.argmax does; NaN is above all."""
 
     def __init__(self, weight: W12Weight, *, dependent: bool = False) -> None:
         super().__init__()

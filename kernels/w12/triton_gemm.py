@@ -83,17 +83,18 @@ def matmul(tiles: Tiles, x: Tensor, *, exact32: bool = False) -> Tensor:
     block = 16 if m <= 16 else 32 if m <= 32 else 64
     overflow = tiles.overflow if tiles.overflow.numel() else torch.zeros(1, dtype=torch.int32, device=x.device)
     grid = (row_tiles, triton.cdiv(m, block))
-    _gemm[grid](
-        x.contiguous(),
-        tiles.data.view(torch.int32),
-        overflow,
-        y,
-        m,
-        n,
-        k,
-        subtiles,
-        size // 4,
-        BLOCK_M=block,
-        EXACT32=exact32,
-    )
+    with torch.cuda.device_of(x):  # Triton launches on the current device; nothing to do for a CPU tensor
+        _gemm[grid](
+            x.contiguous(),
+            tiles.data.view(torch.int32),
+            overflow,
+            y,
+            m,
+            n,
+            k,
+            subtiles,
+            size // 4,
+            BLOCK_M=block,
+            EXACT32=exact32,
+        )
     return y

@@ -5,6 +5,8 @@ namespace w12 {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
+constexpr int kMaxDevices = 64;  // that are remembered; on one beyond, each launch asks anew
+
 Encode encoder() {  // from the driver that is loaded, so that the library links to none
   static Encode found = [] {
     void* pointer = nullptr;
@@ -50,11 +52,14 @@ cudaError_t launch(const Arguments& p, int groups, cudaStream_t stream) {
   const size_t reduction =
       p.split * p.depth > 1 ? kAlign + static_cast<size_t>(p.depth) * p.width * kRows * NT * 8 * 4 : 0;
   if (reduction > bytes) bytes = reduction;
-  static size_t allowed = 0;  // per instantiation; raising it twice is harmless
-  if (bytes > allowed) {
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  static size_t allowed[kMaxDevices] = {};  // per instantiation and device; raising it twice is harmless
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device >= kMaxDevices || bytes > allowed[device]) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (error != cudaSuccess) return error;
-    allowed = bytes;
+    if (device < kMaxDevices) allowed[device] = bytes;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(groups * p.split);

@@ -1,13 +1,12 @@
 // The best 16 of a stream of (value, index), kept by a warp: lane i < 16 holds the i-th best, equal values by index.
 #pragma once
+#include "order.cuh"
 #include "ptx.cuh"
 
 namespace w12 {
 
 constexpr int kTop = 16;
 constexpr int kNoIndex = 0x7fffffff;
-
-__device__ __forceinline__ bool better(float v, int i, float w, int j) { return v > w || (v == w && i < j); }
 
 struct TopList {
   float value = -INFINITY;

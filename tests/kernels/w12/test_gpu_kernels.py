@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specpilot.kernels.w12 import gemm
+from specpilot.kernels.w12 import gemm, linear
 from specpilot.kernels.w12.autotune import heuristic
 from specpilot.kernels.w12.container.checkpoint import pack
 from specpilot.kernels.w12.format import encode
@@ -255,6 +255,49 @@ def test_triton_product() -> None:
         y = triton_gemm.matmul(tile_w12(encode(weight)), x).double()
         reference = x.double() @ weight.double().T
         assert ((y - reference).norm() / reference.norm()).item() < 3e-3
+
+
+def test_nan_logits_are_above_all_as_in_torch() -> None:
+    weight, x = gaussian(1024, 512), gaussian(6, 512, scale=1.0)
+    weight[700, 3] = weight[130, 3] = float("nan")
+    x[1] = float("nan")
+    head, logits = W12Head(from_linear(weight)), F.linear(x, weight)
+    assert head.argmax(x).tolist() == logits.argmax(-1).tolist() == [130, 0, 130, 130, 130, 130]
+    value, index = head.top(x, 3)
+    assert index[0, :2].tolist() == [130, 700] and value[0, :2].isnan().all() and not value[0, 2].isnan()
+    assert index[1].tolist() == [0, 1, 2]
+
+
+def test_an_outgrown_scratch_serves_the_graph_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_scratch", {})  # others may have made a large one
+    small, large = from_linear(gaussian(256, 256)), from_linear(gaussian(4096, 4096))
+    rows = linear.EXPAND_ABOVE + 1
+    x = gaussian(rows, 256, scale=1.0)
+    expected = small.product(x).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = small.product(x)
+    large.product(gaussian(rows, 4096))
+    filler = [torch.full((256, 256), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(64)]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(y, expected) and all(f.isnan().all() for f in filler)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA cards")
+def test_a_card_that_is_not_the_current_one() -> None:
+    weight, x = gaussian(1024, 512), gaussian(9, 512, scale=1.0)
+    layers = [W12Linear(from_linear(weight.to(device))) for device in ("cuda:0", "cuda:1")]
+    heads = [W12Head(layer.weight) for layer in layers]
+    inputs = [x, x.to("cuda:1")]
+    assert torch.cuda.current_device() == 0
+    for rows in (9, 1):
+        here, there = (layer(given[:rows]) for layer, given in zip(layers, inputs, strict=True))
+        assert there.device.index == 1 and same_bits(here, there.to("cuda:0"))
+        best, other = (head.argmax(given[:rows]) for head, given in zip(heads, inputs, strict=True))
+        assert torch.equal(best, other.to("cuda:0"))
+    assert same_bits(layers[1].weight.dense().to("cuda:0"), weight), "the expansion"
+    assert torch.cuda.current_device() == 0
 
 
 FALLEN_BACK = """

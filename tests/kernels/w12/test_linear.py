@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import itertools
 import json
 import re
+import shutil
+import subprocess
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +63,84 @@ def test_gate_up_and_head() -> None:
     value, index = head.top(x, 5)
     assert torch.equal(value, logits.float().sort(dim=-1, descending=True, stable=True).values[:, :5])
     assert torch.equal(logits.float().gather(1, index), value)
+
+
+def test_nan_logits_are_above_all_as_in_torch() -> None:
+    weight, x = gaussian(40, 64), gaussian(4, 64, seed=1)
+    weight[7, 3] = weight[30, 3] = torch.nan
+    weight[9, 5] = torch.inf
+    x[1], x[2, 3] = torch.nan, 0.0  # a row of NaN only; 0 * NaN is NaN too
+    head, logits = W12Head(from_linear(weight)), F.linear(x, weight)
+    assert logits[1].isnan().all() and logits[0].isnan().sum() == 2 and logits.isinf().any()
+    assert head.argmax(x).tolist() == logits.argmax(-1).tolist() == [7, 0, 7, 7]
+    value, index = head.top(x, 5)
+    assert index[0, :2].tolist() == [7, 30] and value[0, :2].isnan().all() and not value[0, 2:].isnan().any()
+    assert index[1].tolist() == [0, 1, 2, 3, 4]
+
+
+ORDER = """
+#define __device__
+#define __forceinline__ inline
+#include "order.cuh"
+extern "C" int better(float v, int i, float w, int j) { return w12::better(v, i, w, j); }
+"""
+
+
+def test_the_order_of_the_cuda_kernels_is_torchs(tmp_path: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    (tmp_path / "order.cpp").write_text(ORDER)
+    words = [compiler, "-O2", "-shared", "-fPIC", f"-I{library.SOURCES}", "-o", "order.so", "order.cpp"]
+    subprocess.run(words, cwd=tmp_path, check=True)
+    better = ctypes.CDLL(str(tmp_path / "order.so")).better
+    better.argtypes = [ctypes.c_float, ctypes.c_int] * 2
+    values = [0.0, torch.nan, -torch.inf, 3.0, torch.inf, -0.0, torch.nan, 3.0, -torch.inf, -1.0, torch.inf]
+    wanted = torch.tensor(values).sort(descending=True, stable=True).indices.tolist()
+    place = {token: rank for rank, token in enumerate(wanted)}
+    for i, j in itertools.product(range(len(values)), repeat=2):
+        assert bool(better(values[i], i, values[j], j)) == (place[i] < place[j]), (values[i], i, values[j], j)
+
+
+def test_the_scratch_keeps_what_a_graph_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_scratch", {})
+    device = torch.device("cpu")
+    small = linear.scratch(device, 100)
+    kept = weakref.ref(small)
+    assert linear.scratch(device, 50) is small
+    del small
+    large = linear.scratch(device, 101)
+    assert large.numel() == 101 and kept() is not None, "a captured graph still writes there"
+    assert linear.scratch(device, 100) is large
+
+
+def test_the_scratch_does_not_grow_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(linear, "_scratch", {card: [torch.empty(100, dtype=torch.bfloat16)]})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert linear.scratch(card, 100).numel() == 100
+    with pytest.raises(RuntimeError, match="before capturing"):
+        linear.scratch(card, 101)
+
+
+def test_a_launch_shape_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the shapes of the H200's file; the second time the card is not asked."""
+    tuned = json.loads((autotune.TUNED / "NVIDIA_H200.json").read_text())["shapes"]["5120x6144"]
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    autotune._card.cache_clear()
+    try:
+        found = {m: autotune.choose(5120, 6144, m, torch.device("cuda", 0)) for m in (8, 16, 32, 64)}
+        assert found == {m: gemm.Shape(**tuned[str(m)]) for m in found}
+        assert autotune.choose(5120, 6144, 3) == found[8], "the card at hand is number 1"
+        monkeypatch.delattr(torch.cuda, "get_device_properties")
+        monkeypatch.delattr(torch.cuda, "get_device_name")
+        for device in (torch.device("cuda", 0), torch.device("cuda"), 1, None):
+            assert autotune.choose(5120, 6144, 9, device) is found[16]
+    finally:
+        autotune._card.cache_clear()
 
 
 def test_swap_by_name() -> None:
