@@ -1,6 +1,6 @@
 """A real SGLang server with and without W12, over HTTP: time a decode step, and a round of DFLASH verification.
 
-    python experiments/w12/sglang_serving.py OUT.json [--layers 36] [-- further arguments of every server]
+    python experiments/w12/sglang_serving.py OUT.json [--layers 36] [--free] [-- further arguments of every server]
 
 Needs SGLang 0.5.17 and SpecPilot in one environment. Qwen3-8B's shape with dummy weights: they say nothing about text, so the
 drafter's guesses are never right and a round commits one token; what is measured is the time of a step or round. All four servers
@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+VARIABLE, FREE = "SPECPILOT_SGLANG_W12", "SPECPILOT_SGLANG_W12_FREE"  # of kernels/w12/sglang_plugin.py
 TARGET = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
@@ -49,8 +50,18 @@ def write_models(folder: Path, layers: int) -> tuple[Path, Path]:
     return paths[0], paths[1]
 
 
-def start(name: str, target: Path, drafter: Path, logs: Path, more: list[str]) -> subprocess.Popen[bytes]:
-    """One server; W12 is a variable of its environment."""
+def environment_of(name: str, free: bool) -> dict[str, str]:
+    """W12 is a variable of a server's environment, and whether BF16 weights are freed another."""
+    plain = {key: value for key, value in os.environ.items() if key not in (VARIABLE, FREE)}
+    if not name.endswith("w12"):
+        return plain
+    return plain | {VARIABLE: "."} | ({FREE: "1"} if free else {})
+
+
+def start(
+    name: str, target: Path, drafter: Path, logs: Path, more: list[str], free: bool = False
+) -> subprocess.Popen[bytes]:
+    """One server."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), "--port", str(PORTS[name])]
     command += ["--load-format", "dummy", "--skip-tokenizer-init", "--disable-radix-cache", "--dtype", "bfloat16"]
     command += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
@@ -59,9 +70,8 @@ def start(name: str, target: Path, drafter: Path, logs: Path, more: list[str]) -
     if name.startswith("dflash"):
         command += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(drafter)]
         command += ["--speculative-num-draft-tokens", "16"]
-    environment = os.environ | ({"SPECPILOT_SGLANG_W12": "."} if name.endswith("w12") else {})
     log = (logs / f"{name.replace(' ', '-')}.log").open("wb")
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(command, env=environment_of(name, free), stdout=log, stderr=log, start_new_session=True)
 
 
 def ask(port: int, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> Any:
@@ -145,6 +155,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--wait", type=float, default=420, help="seconds until all servers must be up")
     parser.add_argument("--only", help=f"of {', '.join(PORTS)}; by commas")
+    parser.add_argument("--free", action="store_true", help=f"free the BF16 weights of the W12 servers ({FREE}=1)")
     parser.add_argument("more", nargs="*", help="further arguments of every server")
     options = parser.parse_args()
     names = [name for name in PORTS if not options.only or name in options.only.split(",")]
@@ -153,10 +164,11 @@ def main() -> None:
         servers: dict[str, subprocess.Popen[bytes]] = {}
         try:
             for name in names:
-                servers[name] = start(name, target, drafter, options.out.parent, options.more)
+                servers[name] = start(name, target, drafter, options.out.parent, options.more, options.free)
                 time.sleep(2)  # each looks for free ports
             wait(servers, options.wait)
-            options.out.write_text(json.dumps({"layers": options.layers, "servers": measure(names)}, indent=1))
+            found = {"layers": options.layers, "freed": options.free, "servers": measure(names)}
+            options.out.write_text(json.dumps(found, indent=1))
         finally:
             for server in servers.values():
                 if server.poll() is None:

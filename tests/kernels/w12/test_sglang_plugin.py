@@ -13,6 +13,10 @@ from torch import nn
 
 from specpilot.kernels.w12 import sglang_plugin
 from specpilot.kernels.w12.sglang_plugin import W12HeadMethod, W12LinearMethod, register, swap
+from tests.helpers.scripts import scripts_of
+
+with scripts_of(Path(__file__).parents[3] / "experiments" / "w12"):
+    import sglang_serving
 
 
 class UnquantizedLinearMethod:
@@ -94,6 +98,16 @@ def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(sglang_plugin.VARIABLE, ".")
     with pytest.raises(ModuleNotFoundError, match="sglang"):
         register()
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_the_experiment_sets_the_variables_of_the_w12_servers_only(monkeypatch: pytest.MonkeyPatch, free: bool) -> None:
+    monkeypatch.setenv(sglang_plugin.FREE, "1")  # of the caller's shell: the option alone decides
+    of = {name: sglang_serving.environment_of(name, free) for name in ("dflash", "dflash w12")}
+    assert sglang_plugin.VARIABLE not in of["dflash"] and sglang_plugin.FREE not in of["dflash"]
+    assert of["dflash w12"][sglang_plugin.VARIABLE] == "."
+    assert of["dflash w12"].get(sglang_plugin.FREE) == ("1" if free else None)
+    assert of["dflash"]["PATH"] == of["dflash w12"]["PATH"]
 
 
 def test_the_entry_point_leads_here() -> None:
