@@ -22,9 +22,15 @@ ROOT = TREE.parents[1]
 
 
 def hook(*arguments: str, cwd: Path = TREE) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}  # --threads is what counts
     command = [sys.executable, "-m", "specpilot.kernels.w12.engine_hook", *arguments]
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def threads_of(process: subprocess.Popen[str]) -> int:
+    """How many threads the process has; 0 where the system does not tell."""
+    folder = Path(f"/proc/{process.pid}/task")
+    return len(list(folder.iterdir())) if folder.exists() else 0
 
 
 def test_the_served_engine_gives_the_tokens_of_the_stock_one(llama: Path, drafter: Path) -> None:
@@ -38,12 +44,15 @@ def test_the_served_engine_gives_the_tokens_of_the_stock_one(llama: Path, drafte
         except httpx.TransportError:
             time.sleep(0.1)
     body = {"input_ids": PROMPT, "sampling_params": greedy(40)}
+    before = threads_of(process)
     answer = httpx.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=60).json()
+    after = threads_of(process)
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=20)[0]
     stock = run(engine(llama, drafter), [PROMPT], max_new_tokens=40, temperature=0.0, ignore_eos=True)[0]
     assert answer["output_ids"] == stock.output_ids
     assert "w12: 16 layers" in told, "four matrices in each of four layers, neither the head nor the drafter"
+    assert after == before, "one thread needs no team"
 
 
 def test_a_swapped_layer_computes_the_same_product() -> None:
