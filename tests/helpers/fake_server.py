@@ -424,6 +424,11 @@ class FakeHTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that has gone is nobody's error; anything else is told as usual."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 def build(
     behaviour: Behaviour,
