@@ -25,6 +25,8 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """What no commit message can hold, and what a terminal obeys."""
 
 CLAIM_KEYS = ("component", "hypothesis", "predicted_gain", "counters", "forbidden_counters")
+DEEPEST = 8
+"""Levels of a claim file; its own deepest value, a precondition's list, is at the fourth."""
 MECHANISM_KEYS = ("name", "title", "requires", "preconditions", "notes")
 
 
@@ -120,10 +122,7 @@ def parse_claim(source: Path | str) -> Submission:
     where = str(source) if isinstance(source, Path) else "claim"
     try:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # ten lines of them fill any memory
-            raise AgentError(
-                f"cannot read {where}: it holds aliases (*name)", "write the values out, a lone '*' in quotes"
-            )
+        _require_plain(text, where)
         body = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # text, dates and depths that cannot be read
         raise AgentError(f"cannot read {where}: {error}") from error
@@ -139,6 +138,19 @@ def parse_claim(source: Path | str) -> Submission:
     if both:
         raise AgentError(f"{where}: {', '.join(sorted(both))} cannot both grow and not grow")
     return Submission(claim, _remember(body.get("remember"), where))
+
+
+def _require_plain(text: str, where: str) -> None:
+    """Refuses what a claim has no use for, before it is built: ten lines of aliases fill any memory, a page of brackets any hour."""
+    depth = 0
+    for event in yaml.parse(text):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise AgentError(
+                f"cannot read {where}: it holds aliases (*name)", "write the values out, a lone '*' in quotes"
+            )
+        if depth > DEEPEST:
+            raise AgentError(f"cannot read {where}: values inside values, more than {DEEPEST} deep", "see the brief")
 
 
 def _remember(value: Any, where: str) -> MechanismDraft | None:
