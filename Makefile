@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 VENV ?= .venv
 DEPLOYMENT ?= cpu_c1_smollm2-135m_dflash
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin

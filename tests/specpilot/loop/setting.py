@@ -20,7 +20,7 @@ hardware: cpu-generic
 regime: {{concurrency: 1, input_tokens: 200, output_tokens: 24}}
 workload: {{tuning: tuning.jsonl, hidden: hidden.jsonl}}
 engine: {{tree: {tree}}}
-gate: {{cheats: none, hidden_prompts: 2, hidden_concurrencies: [1], natural_stop_prompts: 2}}
+gate: {{cheats: none, hidden_prompts: 2, hidden_concurrencies: [1], natural_stop_prompts: 2, hidden_tokens: 32, natural_tokens: 64}}
 measurement: {{max_pairs: 20, min_pairs: 4}}
 budget: {{rounds: 1, wall_clock_minutes: 10}}
 agents: {{search: {{enabled: false}}}}

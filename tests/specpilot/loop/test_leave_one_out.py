@@ -23,7 +23,7 @@ from specpilot.workspace import Workspace
 from tests.helpers.fake_server import Behaviour
 from tests.specpilot.loop.setting import fake_setting, patch_between, remember
 
-STOCK = Behaviour(round_s=0.012, token_s=0.004)
+STOCK = Behaviour(round_s=0.008, token_s=0.003)
 """Two independent delays, far apart in the file, so that each mechanism takes one away and both merge."""
 
 
@@ -31,12 +31,9 @@ def setting(folder: Path) -> tuple[Deployment, str]:
     """A deployment, and a memory with one mechanism per delay."""
     memory = f"sqlite:///{folder / 'memory.sqlite'}"
     with MemoryStore(memory, seed_folder=None) as store:
-        remember(store, "rounds", patch_between(STOCK, replace(STOCK, round_s=0.004)))
+        remember(store, "rounds", patch_between(STOCK, replace(STOCK, round_s=0.002)))
         remember(store, "tokens", patch_between(STOCK, replace(STOCK, token_s=0.0)))
     return fake_setting(folder, STOCK), memory
-
-
-pytestmark = pytest.mark.xdist_group("test_leave_one_out")  # one run for all of them
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,6 @@ FASTER = replace(STOCK, round_s=0.006)
 LOSSY = replace(STOCK, round_s=0.004, wrong_every=5)
 SLOWER = replace(STOCK, token_s=0.004)
 
-pytestmark = pytest.mark.xdist_group("test_loop")  # one run for all of them
-
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -28,8 +28,6 @@ from tests.specpilot.test_cli import specpilot
 
 STOCK = Behaviour(round_s=0.016)
 
-pytestmark = pytest.mark.xdist_group("test_outsider")  # one run for all of them
-
 
 @pytest.fixture(scope="module")
 def rested(tmp_path_factory: pytest.TempPathFactory) -> Path:
