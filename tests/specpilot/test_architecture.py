@@ -1,4 +1,4 @@
-"""The map in docs/architecture.md against the files: who imports whom."""
+"""Docs against the files: who imports whom (docs/architecture.md), and which tests hold a promise (docs/failure-modes.md)."""
 
 from __future__ import annotations
 
@@ -65,3 +65,10 @@ def test_a_room_imports_what_its_row_says(room: str) -> None:
         assert not found & set(re.split(r", | and ", column.removeprefix("anything").removeprefix(" but ")))
     else:
         assert found == (set() if column == "nothing" else set(column.split(", ")))
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/failure-modes.md").read_text(encoding="utf-8")))
+    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
+    assert len(named) > 30
+    assert named <= {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
