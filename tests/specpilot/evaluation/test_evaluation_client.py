@@ -112,11 +112,9 @@ def test_hanging_answer_times_out(talk) -> None:
 
 
 def test_trickling_answer_meets_the_whole_answers_deadline(talk) -> None:
-    # A chunk every 50 ms never trips a per-read timeout of 0.3 s; the answer as a whole must.
-    began = time.monotonic()
+    # A chunk every 50 ms never trips a per-read timeout of 1.5 s; the answer as a whole must, or it would come after 10 s.
     with pytest.raises(EngineTimeout, match="not complete"):
-        talk(timeout_s=0.3, round_s=0.05).generate(PROMPT, max_new_tokens=12_000)  # 200 s, if nothing ended it
-    assert time.monotonic() - began < HANG_S
+        talk(timeout_s=1.5, round_s=0.05).generate(PROMPT, max_new_tokens=600)
 
 
 @pytest.mark.parametrize("line", [b"X-Pad: 1\r\n", b"\r\nHTTP/1.1 103 Early Hints\r\n"])
