@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,15 @@ import psutil
 import typer
 
 from specpilot.cli.options import folder_size, size_text
-from specpilot.errors import SpecPilotError, TamperedEvidenceError
+from specpilot.contracts import AttemptState
+from specpilot.errors import EnvironmentProblem, RunLockedError, SpecPilotError, TamperedEvidenceError
 from specpilot.journal import Journal
-from specpilot.paths import JOURNAL_NAME, all_runs, models_dir, runs_dir
+from specpilot.paths import JOURNAL_NAME, all_runs, home, models_dir, runs_dir
 from specpilot.run_lock import RunLock
 from specpilot.sandbox import kill_leftovers
 from specpilot.workspace import Workspace
+
+_ENDED = {AttemptState.rejected, AttemptState.superseded, AttemptState.merged}
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Unclear:
-    """A folder that cannot be looked into: named, and left for its owner to judge."""
+    """A link, or a folder that cannot be looked into: named, and left for its owner to judge."""
 
     what: str
 
@@ -58,39 +62,85 @@ def gc(
         if isinstance(unclear, Unclear):
             typer.echo(f"left alone: {unclear.what}")
     found = [item for item in seen if isinstance(item, Leftover)]
-    for item in found:
-        typer.echo(f"{'removing' if apply else 'found'}: {item.what} ({size_text(item.size)})")
-        if apply:
-            item.remove()
-    total = size_text(sum(item.size for item in found))
+    for item in found if not apply else ():
+        typer.echo(f"found: {item.what} ({size_text(item.size)})")
     if not found:
         typer.echo("nothing to clean")
     elif apply:
-        typer.echo(f"removed {len(found)} things, {total}")
+        _remove(found)
     else:
+        total = size_text(sum(item.size for item in found))
         typer.echo(f"{len(found)} things, {total}; `specpilot gc --apply` removes them")
 
 
-def leftovers(older_than_days: float | None = None) -> Iterator[Leftover | Unclear]:
-    """Everything that can go, found afresh, in the runs folder and in those of `optimize --run-dir`."""
-    inside = [path for path in runs_dir().iterdir() if path.is_dir()] if runs_dir().is_dir() else []
-    for folder in sorted({path.resolve() for path in (*inside, *all_runs())}):
+def _remove(found: list[Leftover]) -> None:
+    """Remove what can be removed. Raises `EnvironmentProblem` at the end for what could not."""
+    gone, failed = [], 0
+    for item in found:
+        typer.echo(f"removing: {item.what} ({size_text(item.size)})")
         try:
-            if RunLock.holder(folder) is None:
+            item.remove()
+        except RunLockedError as error:  # somebody began to work on it since it was listed
+            typer.echo(f"left alone: {error.message}")
+        except (OSError, SpecPilotError) as error:
+            failed += 1
+            typer.echo(f"not removed: {item.what}: {error.message if isinstance(error, SpecPilotError) else error}")
+        else:
+            gone.append(item)
+    typer.echo(f"removed {len(gone)} things, {size_text(sum(item.size for item in gone))}")
+    if failed:
+        raise EnvironmentProblem(f"{failed} things could not be removed", "see the lines `not removed` above.")
+
+
+def leftovers(older_than_days: float | None = None) -> Iterator[Leftover | Unclear]:
+    """Everything that can go, found afresh, in the runs folder and in those of `optimize --run-dir`.
+
+    A link is never followed and never offered: what it leads to is not ours.
+    """
+    inside = [*runs_dir().iterdir()] if runs_dir().is_dir() else []
+    seen = set()
+    for path in sorted({*inside, *all_runs()}):
+        try:
+            if _linked(path):
+                yield Unclear(f"{path} is a link, or lies behind one")
+                continue
+            folder = path.resolve()
+            if not folder.is_dir() or folder in seen:
+                continue
+            seen.add(folder)
+            if home().resolve().is_relative_to(folder):
+                yield Unclear(f"{folder} holds all that SpecPilot keeps")
+            elif RunLock.holder(folder) is None:
                 yield from _of_run(folder, older_than_days)
         except OSError as error:  # somebody else's folder, a disk that is gone
-            yield Unclear(f"{folder}: {error.strerror or error}")
+            yield Unclear(f"{path}: {error.strerror or error}")
     if models_dir().is_dir():
-        for path in [*models_dir().glob(".*.part"), *(models_dir() / "downloads").glob(".part-*")]:
-            if not _recent(path):
-                yield Leftover(f"half-made download {path}", folder_size(path), lambda p=path: shutil.rmtree(p))  # type: ignore[misc]
+        yield from _half_made()
+
+
+def _half_made() -> Iterator[Leftover | Unclear]:
+    downloads = models_dir() / "downloads"
+    if downloads.is_symlink():
+        yield Unclear(f"{downloads} is a link")
+    inner = [] if downloads.is_symlink() else downloads.glob(".part-*")
+    for path in [*models_dir().glob(".*.part"), *inner]:
+        try:
+            if path.is_symlink():
+                yield Unclear(f"{path} is a link")
+            elif not _recent(path):
+                size = folder_size(path) if path.is_dir() else path.lstat().st_size
+                yield Leftover(f"half-made download {path}", size, partial(_delete, path))
+        except OSError as error:
+            yield Unclear(f"{path}: {error.strerror or error}")
 
 
 def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover | Unclear]:
-    if not (folder / JOURNAL_NAME).exists() and not (folder / "repo").exists():
+    if not _holds_something(folder):
         if not _recent(folder):
-            yield Leftover(f"{folder}, which holds no run", folder_size(folder), lambda: shutil.rmtree(folder))
+            what = f"{folder}, which holds no run"
+            yield Leftover(what, folder_size(folder), partial(_remove_run, folder))
         return
+    name = folder.name if folder.parent == runs_dir().resolve() else str(folder)
     try:
         journal = Journal.open(folder / JOURNAL_NAME)
     except TamperedEvidenceError:
@@ -101,26 +151,75 @@ def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover | 
     recorded = [(row.pid, row.pgid, row.start_time) for row in journal.live_processes()]
     ended = journal.get_meta("stop_reason") is not None
     kept = journal.open_outside()
+    unfinished = _unfinished_outside(journal)
     journal.close()
     alive = [row for row in recorded if _is_alive(row[0], row[2])]
     if alive:
         pids = ", ".join(str(row[0]) for row in alive)
-        yield Leftover(f"processes {pids} of {folder.name}, whose run is gone", 0, lambda: kill_leftovers(alive))
+        yield Leftover(f"processes {pids} of {name}, whose run is gone", 0, lambda: kill_leftovers(alive))
     age_days = (time.time() - (folder / JOURNAL_NAME).stat().st_mtime) / 86400
-    if older_than_days is not None and ended and not kept and age_days > older_than_days:
-        yield Leftover(
-            f"run {folder.name}, ended {age_days:.0f} days ago", folder_size(folder), lambda: shutil.rmtree(folder)
-        )
+    if older_than_days is not None and ended and not unfinished and age_days > older_than_days:
+        what = f"run {name}, ended {age_days:.0f} days ago"
+        yield Leftover(what, folder_size(folder), partial(_remove_run, folder))
         return
     worktrees = folder / "worktrees"
-    standing = [path for path in worktrees.iterdir() if path.is_dir()] if worktrees.is_dir() else []
-    if ended and (found := [path for path in standing if path.name not in kept]):
+    standing = [*worktrees.iterdir()] if worktrees.is_dir() and not worktrees.is_symlink() else []
+    links = {path.name for path in standing if path.is_symlink()}
+    for link in [worktrees] if worktrees.is_symlink() else [worktrees / name for name in sorted(links)]:
+        yield Unclear(f"{link} is a link")
+    if ended and (found := [path for path in standing if path.is_dir() and path.name not in kept | links]):
         spared = f"; those of open attempts ({', '.join(sorted(kept))}) too" if kept else ""
         yield Leftover(
-            f"{len(found)} worktrees of {folder.name} (its commits stay{spared})",
+            f"{len(found)} worktrees of {name} (its commits stay{spared})",
             sum(folder_size(path) for path in found),
-            lambda: Workspace.open(folder).prune_unknown(kept),
+            partial(_prune, folder, links),
         )
+
+
+def _holds_something(folder: Path) -> bool:
+    return (folder / JOURNAL_NAME).exists() or (folder / "repo").exists()
+
+
+def _unfinished_outside(journal: Journal) -> set[str]:
+    """Attempts of outsiders without a verdict: their work may be nowhere else, whether or not it has been handed in."""
+    return {row.id for row in journal.attempts() if row.worker == "external" and row.state not in _ENDED}
+
+
+def _remove_run(folder: Path) -> None:
+    """Remove a run folder while nobody can begin to work on it. Raises `RunLockedError` if somebody has."""
+    with RunLock(folder):
+        if _holds_something(folder):
+            journal = Journal.open(folder / JOURNAL_NAME)
+            busy = _unfinished_outside(journal) or journal.get_meta("stop_reason") is None
+            journal.close()
+            if busy:
+                raise RunLockedError(f"{folder} was taken up again", "")
+        _delete(folder)
+
+
+def _prune(folder: Path, links: set[str]) -> None:
+    """Remove the worktrees of an ended run, but for those that outsiders work in at this moment."""
+    with RunLock(folder):
+        journal = Journal.open(folder / JOURNAL_NAME)
+        kept = journal.open_outside()
+        journal.close()
+        Workspace.open(folder).prune_unknown(kept | links)
+
+
+def _delete(path: Path) -> None:
+    """Remove a file or a whole folder; links inside go, what they lead to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _linked(path: Path) -> bool:
+    """Whether a link stands between us and a run's folder. The runs folder itself may be one: its owner set it."""
+    if path.is_symlink():
+        return True
+    own = runs_dir().resolve() / path.name if path.parent == runs_dir() else path
+    return path.resolve() != own
 
 
 def _is_alive(pid: int, start_time: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -22,9 +23,11 @@ import yaml
 import specpilot as specpilot_package
 from specpilot import __version__
 from specpilot.cli import main
+from specpilot.cli.maintenance import Leftover, leftovers
 from specpilot.contracts import AttemptState, Reason
+from specpilot.errors import RunLockedError
 from specpilot.journal import Journal
-from specpilot.paths import JOURNAL_NAME, register_run, runs_dir
+from specpilot.paths import JOURNAL_NAME, home, models_dir, register_run, runs_dir
 from specpilot.run_lock import RunLock
 from specpilot.workspace import Workspace
 from tests.specpilot.test_engine_tree import TOML
@@ -295,9 +298,12 @@ def test_gc_spares_the_worktree_of_an_open_outside_attempt(tmp_path: Path) -> No
     assert [path.name for path in (run / "worktrees").iterdir()] == ["x-1"]
     assert (run / "worktrees/x-1/new.py").read_text() == "unsaved"
     (run / "worktrees/x-1.brief.txt").write_text("what to do")  # no worktree
+    (run / "worktrees/link").symlink_to(tree)
     assert "nothing to clean" in specpilot("gc", "--apply").stdout
     aged(run)
-    assert "nothing to clean" in specpilot("gc", "--older-than", "30", "--apply").stdout
+    done = specpilot("gc", "--older-than", "30", "--apply")
+    assert "nothing to clean" in done.stdout and f"left alone: {run / 'worktrees/link'} is a link" in done.stdout
+    assert (tree / "engine.toml").is_file() and (run / "worktrees/link").is_symlink()
 
 
 def aged(folder: Path, days: float = 40) -> None:
@@ -359,8 +365,94 @@ def test_gc_finds_runs_that_were_put_elsewhere(tmp_path: Path) -> None:
     with RunLock(elsewhere):
         assert "nothing to clean" in specpilot("gc", "--apply", "--older-than", "30").stdout
     aged(elsewhere)
-    assert "run elsewhere, ended 40 days ago" in specpilot("gc", "--apply", "--older-than", "30").stdout
+    assert f"run {elsewhere}, ended 40 days ago" in specpilot("gc", "--apply", "--older-than", "30").stdout
     assert not elsewhere.exists()
+
+
+def test_gc_follows_no_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis").write_text("of years")
+    aged(precious)
+    run = make_run().rename(tmp_path / "elsewhere")
+    journal = Journal.open(run / JOURNAL_NAME)
+    journal.set_meta("stop_reason", "rounds-done")
+    journal.close()
+    aged(run)
+    downloads = models_dir() / "downloads"
+    downloads.mkdir(parents=True)
+    old = models_dir() / ".b.part"
+    old.write_text("a file")
+    aged(old)
+    os.utime(old, (1, 1))
+    links = {
+        runs_dir() / "notes": precious,
+        runs_dir() / "up": home(),
+        runs_dir() / "run": run,
+        runs_dir() / "nowhere": tmp_path / "nowhere",
+        models_dir() / ".a.part": precious,
+        models_dir() / ".lost.part": tmp_path / "nowhere",
+        downloads / ".part-1": precious,
+    }
+    for link, to in links.items():
+        link.symlink_to(to)
+    done = specpilot("gc", "--apply", "--older-than", "30")
+    assert done.returncode == 0 and "removed 1 things" in done.stdout and not old.exists()
+    for link in links:
+        assert f"left alone: {link} is a link" in done.stdout and link.is_symlink()
+    assert (precious / "thesis").read_text() == "of years" and (run / JOURNAL_NAME).is_file()
+
+
+def test_gc_goes_on_when_one_thing_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [models_dir() / f".{name}.part" for name in "ab"]
+    for part in parts:
+        part.mkdir(parents=True)
+        aged(part)
+    real = shutil.rmtree
+
+    def refuse(path: Path) -> None:
+        if path == parts[0]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        real(path)
+
+    monkeypatch.setattr("specpilot.cli.maintenance.shutil.rmtree", refuse)
+    done = specpilot("gc", "--apply")
+    assert done.returncode == 3 and f"not removed: half-made download {parts[0]}" in done.stdout
+    assert "removed 1 things" in done.stdout and parts[0].exists() and not parts[1].exists()
+
+
+@pytest.mark.parametrize(
+    "state", [AttemptState.submitted, AttemptState.measured, AttemptState.gated, AttemptState.accepted]
+)
+def test_gc_keeps_a_run_with_an_unfinished_outside_attempt(state: AttemptState) -> None:
+    run = make_run()
+    journal = Journal.open(run / JOURNAL_NAME)
+    journal.create_attempt("x-1", round=0, worker="external")
+    for step in list(AttemptState)[1 : list(AttemptState).index(state) + 1]:
+        journal.move_attempt("x-1", step)
+    journal.set_meta("stop_reason", "rounds-done")
+    journal.close()
+    aged(run)
+    assert "nothing to clean" in specpilot("gc", "--older-than", "30", "--apply").stdout
+    assert (run / JOURNAL_NAME).is_file()
+
+
+def test_gc_removes_no_run_that_was_taken_up_since_it_was_listed() -> None:
+    run = make_run()
+    journal = Journal.open(run / JOURNAL_NAME)
+    journal.set_meta("stop_reason", "rounds-done")
+    journal.close()
+    aged(run)
+    (found,) = leftovers(30)
+    assert isinstance(found, Leftover)
+    with RunLock(run), pytest.raises(RunLockedError, match="in use by"):
+        found.remove()
+    journal = Journal.open(run / JOURNAL_NAME)
+    journal.create_attempt("x-1", round=0, worker="external")
+    journal.close()
+    with pytest.raises(RunLockedError, match="taken up"):
+        found.remove()
+    assert (run / JOURNAL_NAME).is_file()
 
 
 def test_export_refuses_a_folder_in_use(tmp_path: Path) -> None:
