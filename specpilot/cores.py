@@ -24,6 +24,8 @@ def cpu_quota(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
     """
     found: list[float] = []
     for line in _lines(own):
+        if line.count(":") < 2:  # no line of this file as the kernel writes it
+            continue
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             roots, read = [cgroups, cgroups / "unified"], _quota_v2

@@ -30,6 +30,7 @@ def groups(folder: Path, own: str, **files: str) -> tuple[Path, Path]:
         ("0::/\n", {"cpu_dot_max": "max 100000\n"}, None),
         ("0::/\n", {"cpu_dot_max": "nonsense\n"}, None),
         ("0::/\n", {}, None),
+        ("nonsense\n\n0:\n0::/\n", {"cpu_dot_max": "200000 100000\n"}, 2.0),
         ("", {"cpu_dot_max": "200000 100000\n"}, None),
         # a service inside a slice: the tighter of the two counts, whichever it is
         ("0::/a/b\n", {"a__cpu_dot_max": "150000 100000", "a__b__cpu_dot_max": "400000 100000"}, 1.5),
