@@ -145,11 +145,13 @@ def gpu_name() -> str | None:
         return None
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = done.stdout.strip().splitlines()
-    return lines[0].strip() if done.returncode == 0 and lines else None
+    if done.returncode or not lines or lines[0].lower().startswith("no devices"):  # said with exit 0 by some drivers
+        return None
+    return lines[0].strip()
 
 
 def sheet_for_gpu(name: str) -> Hardware:

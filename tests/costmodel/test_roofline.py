@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specpilot.costmodel import CostModelError, Hardware, Regime, bound_of, load_sheet, sheet_names
 from specpilot.costmodel.arithmetic import round_work
 from specpilot.costmodel.drafters import drafter_shape
-from specpilot.costmodel.hardware import sheet_for_gpu
+from specpilot.costmodel.hardware import gpu_name, sheet_for_gpu
 from specpilot.costmodel.roofline import bounds_by_format
 from specpilot.costmodel.shapes import SCOPES
 from specpilot.costmodel.speculation import (
@@ -155,6 +155,23 @@ def test_sheets_load_and_match_gpu_names():
         load_sheet("h300")
     with pytest.raises(CostModelError, match="no peak for 'int8'"):
         load_sheet("h200").peak("int8")
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("NVIDIA H200\\nNVIDIA H200\\n", "NVIDIA H200"),
+        ("No devices were found\\n", None),
+        ("NVIDIA \\377\\n", "NVIDIA \ufffd"),
+        ("", None),
+    ],
+)
+def test_what_nvidia_smi_says_with_exit_0(tmp_path, monkeypatch, said, name):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_name() == name
 
 
 @pytest.mark.parametrize(
