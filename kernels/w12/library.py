@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from specpilot.kernels.w12.compiling import compiled
+from specpilot.kernels.w12.compiling import compiled, loaded
 from specpilot.kernels.w12.errors import MachineProblem
 
 SOURCES = Path(__file__).parent / "cuda"
@@ -63,7 +63,7 @@ def compile_library(target: str, folder: Path | None = None) -> Path:
 @functools.cache
 def load(target: str) -> ctypes.CDLL:
     """The kernels compiled for `target`, with argument types set."""
-    library = ctypes.CDLL(str(compile_library(target)))
+    library = loaded(lambda: compile_library(target))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     library.w12_gemm.argtypes = [ctypes.POINTER(Arguments), *[integer] * 4, pointer]
     library.w12_finish_best.argtypes = [*[pointer] * 4, *[integer] * 4, pointer]

@@ -9,7 +9,7 @@ import shutil
 from functools import lru_cache
 from pathlib import Path
 
-from ..compiling import compiled
+from ..compiling import compiled, loaded
 from ..errors import MachineProblem
 
 SOURCES = Path(__file__).parent
@@ -34,8 +34,10 @@ def library() -> ctypes.CDLL:
     command = [compiler, *FLAGS, *([] if os.environ.get("SPECPILOT_W12_AVX512") == "1" else ["-DW12_AVX2"])]
     sources = [*SOURCES.glob("*.hpp"), *SOURCES.glob("*.cpp")]
     # The processor counts: a cache folder may be shared between machines.
-    made = compiled("w12-cpu", command, sources, [SOURCES / "w12.cpp"], made_for=cpu, hint="install a g++ with C++17.")
-    return _declare(ctypes.CDLL(str(made)))
+    hint = "install a g++ with C++17."
+    return _declare(
+        loaded(lambda: compiled("w12-cpu", command, sources, [SOURCES / "w12.cpp"], made_for=cpu, hint=hint))
+    )
 
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:

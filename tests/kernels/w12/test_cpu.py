@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpilot.kernels.w12.compiling import compiled
+from specpilot.kernels.w12 import compiling
+from specpilot.kernels.w12.compiling import cache_folder, compiled, loaded
 from specpilot.kernels.w12.cpu import build
 from specpilot.kernels.w12.cpu.linear import CpuLinear, _runs
 from specpilot.kernels.w12.errors import MachineProblem
@@ -208,3 +209,49 @@ def test_a_source_is_compiled_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.raises(MachineProblem, match="cannot be kept") as caught:
         make()
     assert "SPECPILOT_CACHE" in caught.value.hint
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 4096], ids=["empty", "zeros"])
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, damage: bytes) -> None:
+    compiler, source = shutil.which("g++"), tmp_path / "seven.cpp"
+    if compiler is None:
+        pytest.skip("needs g++")
+    source.write_text('extern "C" int seven() { return 7; }')
+
+    def make() -> Path:
+        return compiled("seven", [compiler, "-shared", "-fPIC"], [source], [source], folder=tmp_path / "kept")
+
+    kept = make()
+    kept.write_bytes(damage)
+    assert loaded(make).seven() == 7 and kept.read_bytes()[:4] == b"\x7fELF"
+
+    def never() -> Path:
+        (tmp_path / "kept/never.so").write_bytes(b"\0" * 64)
+        return tmp_path / "kept/never.so"
+
+    with pytest.raises(MachineProblem, match="cannot be loaded"):
+        loaded(never)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (b"no program", "cannot be run"),
+        (b"#!/bin/sh\nprintf '\\377' >&2\n[ $1 = --version ]\n", "could not compile x:\n\ufffd"),
+        (b"#!/bin/sh\n[ $1 = --version ] || exec sleep 60\n", "still at work after"),
+    ],
+    ids=["format", "bytes", "hangs"],
+)
+def test_a_compiler_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: bytes, words: str) -> None:
+    monkeypatch.setattr(compiling, "LONGEST_S", 1)
+    compiler = tmp_path / "cc"
+    compiler.write_bytes(script)
+    compiler.chmod(0o755)
+    with pytest.raises(MachineProblem, match=words):
+        compiled("x", [str(compiler)], [compiler], [compiler], folder=tmp_path / "kept")
+
+
+def test_the_cache_folder_may_start_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SPECPILOT_CACHE", "~/x")
+    assert cache_folder() == tmp_path / "x/w12"
