@@ -6,7 +6,9 @@ known one. May import errors and paths. Reads files; never writes, fetches or ru
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
@@ -322,17 +324,26 @@ class Deployment(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def missing_files(self) -> list[Path]:
-        """Files named in the deployment that do not exist (a fetched target is not one of them).
-
-        Weights may lie in one file or in shards: any `*.safetensors` will do, and `model.safetensors` stands for none.
-        """
+        """Files named in the deployment that do not exist (a fetched target is not one of them)."""
         wanted = [*self.prompt_files("tuning"), *self.prompt_files("hidden")]
         for path in (self.target.path, self.drafter.path):
             if path is not None:
                 folder = self.resolve(path)
-                weights = sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]
-                wanted += [folder / "config.json", *weights]
+                wanted += [folder / "config.json", *weight_files(folder)]
         return [path for path in wanted if not path.is_file()]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files that a checkpoint's weights lie in, here or missing: `*.safetensors`, and the shards that its index names.
+
+    `model.safetensors` stands for none. The index does not count beside a `model.safetensors`, which readers take first, nor where it is malformed.
+    """
+    found, whole = {*folder.glob("*.safetensors")}, folder / "model.safetensors"
+    if whole not in found:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+            found |= {folder / str(name) for name in index["weight_map"].values()}
+    return sorted(found) or [whole]
 
 
 def bundled_deployments() -> list[Path]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specpilot.contracts import Record
-from specpilot.deployment import Deployment, DrafterMethod, TargetSpec, WheelSource
+from specpilot.deployment import Deployment, DrafterMethod, TargetSpec, WheelSource, weight_files
 from specpilot.drafters import check_drafter
 from specpilot.errors import DigestError, DiskFullError, MissingModelError, ModelError, disk_full_named, nothing_free
 from specpilot.paths import models_dir
@@ -265,8 +265,7 @@ def _find_wheel(folder: Path, requirement: str) -> Path | None:
 
 def _need_checkpoint(folder: Path, what: str) -> None:
     lacking = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any(folder.glob("*.safetensors")):
-        lacking.append("model.safetensors")
+    lacking += [path.name for path in weight_files(folder) if not path.is_file()]
     if lacking:
         raise MissingModelError(
             f"{what}: {folder} has no {' and no '.join(lacking)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from specpilot import deployment as module
 from specpilot.deployment import bundled_deployments, find_deployment, load_deployment, parse_deployment
-from specpilot.errors import UsageError
+from specpilot.errors import MissingModelError, UsageError
+from specpilot.models import ensure_models
 
 DIGEST = "a" * 64
 
@@ -63,6 +65,26 @@ def test_relative_paths_start_from_the_folder() -> None:
     assert loaded.missing_files() == [
         Path("/d/a.jsonl"), Path("/d/b.jsonl"), Path("/d/t/config.json"), Path("/d/t/model.safetensors"),
     ]  # fmt: skip
+
+
+def test_a_shard_that_the_index_names_is_missed(tmp_path: Path) -> None:
+    shards = [f"model-0000{k}-of-00002.safetensors" for k in (1, 2)]
+    target = tmp_path / "t"
+    target.mkdir()
+    for name in ("../a.jsonl", "../b.jsonl", "config.json", shards[0]):
+        (target / name).touch()
+    loaded = parse_deployment(yaml.safe_dump(minimal()), tmp_path, "d.yaml")
+    assert loaded.missing_files() == []
+    index = target / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shards[0], "b": shards[1], "c": shards[1]}}))
+    assert loaded.missing_files() == [target / shards[1]]
+    with pytest.raises(MissingModelError, match=f"has no {shards[1]}"):
+        ensure_models(loaded)
+    (target / shards[1]).touch()
+    assert loaded.missing_files() == []
+    for malformed in ("", "[]", "{}", '{"weight_map": 3}', "[" * 100_000):
+        index.write_text(malformed)
+        assert loaded.missing_files() == []
 
 
 @pytest.mark.parametrize(
