@@ -6,7 +6,7 @@ Text in, text out. The loop makes the worktree, checks the diff and does everyth
 from __future__ import annotations
 
 import difflib
-import math
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -124,6 +124,7 @@ def parse_claim(source: Path | str) -> Submission:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
         _require_plain(text, where)
         body = yaml.safe_load(text)
+        json.dumps(body, default=str, ensure_ascii=False).encode()  # half a character, written as an escape
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # text, dates and depths that cannot be read
         raise AgentError(f"cannot read {where}: {error}") from error
     body = _mapping(body, where, (*CLAIM_KEYS, "remember"))
@@ -219,6 +220,6 @@ def _names(body: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
 def _gain(value: Any, where: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise AgentError(f"{where}: predicted_gain must be a ratio such as 1.10, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise AgentError(f"{where}: predicted_gain must be a ratio such as 1.10, not {str(value)[:40]}")
     return float(value)

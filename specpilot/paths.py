@@ -86,11 +86,21 @@ def _elsewhere() -> list[Path]:
 
 
 def all_runs() -> list[Path]:
-    """Run folders under `runs_dir()` and those registered elsewhere that are still there, oldest first (by the folders' times)."""
+    """Run folders under `runs_dir()` and those registered elsewhere that are still there, the one begun first first."""
     root = runs_dir()
     folders = [*(root.iterdir() if root.is_dir() else ()), *_elsewhere()]
     found = [folder for folder in folders if _holds_run(folder)]
-    return sorted(found, key=lambda folder: (folder.stat().st_ctime, folder.name))
+    return sorted(found, key=lambda folder: (_begun(folder), folder.name))
+
+
+def _begun(folder: Path) -> float:
+    """When a run began: its `deployment.yaml` is written then and never again, while the journal changes with every look at it."""
+    for name in ("deployment.yaml", JOURNAL_NAME):
+        try:
+            return (folder / name).stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
 
 
 def _holds_run(folder: Path) -> bool:
@@ -112,7 +122,7 @@ def find_run(name: str) -> Path:
     direct = Path(name).expanduser()
     if (direct / JOURNAL_NAME).is_file():
         return direct.resolve()
-    runs = sorted(all_runs(), key=lambda folder: (folder / JOURNAL_NAME).stat().st_mtime)
+    runs = all_runs()
     if name == "latest":
         if runs:
             return runs[-1]

@@ -77,6 +77,8 @@ class Baselines(Record):
     machine: dict[str, Any] = Field(default_factory=dict)
     withheld: dict[str, str] = Field(default_factory=dict)
     """Variants that were measured and whose figures are worth nothing, with the reason."""
+    judged: dict[str, str] = Field(default_factory=dict)
+    """Variants whose answers there were held against the reference, with what was found: tokens forced, exact, near-ties."""
 
     def without(self, faults: Mapping[str, str]) -> Baselines:
         """The same without the figures of the variants named, nor any ratio that they are part of."""

@@ -22,7 +22,7 @@ JUDGED = {"final": "stock", "final-ar": "ar"}
 """Figures of code from a search, and the untouched engine beside which the time to their first token is held."""
 
 
-def closing_faults(
+def closing_checks(
     legs: Mapping[str, Sequence[Leg]],
     reference: Scorer,
     calibration: Calibration,
@@ -32,13 +32,13 @@ def closing_faults(
     floor: TimeFloor | None = None,
     vocab: int | None = None,
     temperature: float = 0.0,
-) -> dict[str, str]:
-    """What is wrong with the answers of each engine in `JUDGED`, by name; empty if nothing.
+) -> dict[str, list[Check]]:
+    """The checks of the answers of each engine in `JUDGED`, by name. The tokens are forced only where all else is right.
 
     `legs`: every named engine's legs of the session. `block_size`: most tokens of a decode round. `vocab`: tokens that the target
     knows. Raises EvidenceError when the reference scores other tokens than it was asked about.
     """
-    faults = {}
+    judged: dict[str, list[Check]] = {}
     for name in JUDGED.keys() & legs.keys():
         answers = [g for leg in legs[name] for g in leg.generations]
         checks = [
@@ -55,10 +55,14 @@ def closing_faults(
                 checks[-1] = _tokens(
                     answers, reference, widened(calibration, beside, reference, policy), policy, temperature
                 )
-        failed = next((check for check in checks if not check.passed), None)
-        if failed is not None:
-            faults[name] = f"{failed.name}: {failed.detail}"
-    return faults
+        judged[name] = checks
+    return judged
+
+
+def faults_of(judged: Mapping[str, Sequence[Check]]) -> dict[str, str]:
+    """What is wrong with the answers of each engine, by name; empty if nothing."""
+    failed = {name: next((check for check in checks if not check.passed), None) for name, checks in judged.items()}
+    return {name: f"{check.name}: {check.detail}" for name, check in failed.items() if check is not None}
 
 
 def widened(

@@ -175,6 +175,7 @@ def timing_checks(e: Evidence) -> list[Judged]:
     ]
     if e.hidden.replay is not None:
         judged.append((check_replay(e.hidden.replay, e.policy), Reason.replayed_answers))
+    # The base's own, where its requests run together enough for a queue to show: the faster answers are, the less they overlap.
     beside = [(leg, timing.in_flight(base)) for base, leg in zip(e.base_legs, e.legs, strict=False)]
     for leg, expected in [*beside, *((leg, SERVED_AT_ONCE) for leg in e.hidden.legs)]:
         if leg.concurrency > 1:

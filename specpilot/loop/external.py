@@ -22,6 +22,9 @@ from specpilot.loop.records import Assessment, Merged
 from specpilot.loop.state import head_of, merged_mechanisms, present_gaps
 from specpilot.run_lock import RunLock
 
+JUDGED_ON = {AttemptState.submitted, AttemptState.measured, AttemptState.gated, AttemptState.accepted}
+"""States in which an attempt is owed something: what was measured is in the journal and is not measured again."""
+
 
 def open_attempt(context: RunContext, component: str, task: str) -> tuple[str, Path, str]:
     """A fresh worktree at the best commit: attempt id, folder, and the brief to read."""
@@ -59,10 +62,11 @@ def open_attempt(context: RunContext, component: str, task: str) -> tuple[str, P
 def submit_attempt(context: RunContext, attempt_id: str, claim_file: Path) -> Assessment | None:
     """Commits the worktree, then measures, judges and merges it; None when the run is busy and it has to wait.
 
-    One that was left waiting by a run that has ended is judged as it was submitted.
+    One that was left waiting by a run that has ended is judged as it was submitted; one whose judging was cut off is judged on.
     """
     row = context.journal.attempt(attempt_id)
-    if row.worker == "external" and row.state is AttemptState.submitted:
+    cut_off = row.state in JUDGED_ON and context.journal.finished(f"x/{attempt_id}")
+    if row.worker == "external" and (row.state is AttemptState.submitted or cut_off):
         return _judge_or_wait(context, Candidate.model_validate(row.data["candidate"]))
     if row.worker != "external" or row.state is not AttemptState.working:
         commit = row.data.get("candidate", {}).get("commit")
@@ -98,17 +102,22 @@ def _require_memorable(context: RunContext, wanted: MechanismDraft | None) -> No
     """Raises UsageError, before anything is measured, where the memory could not keep the change as it is to be remembered."""
     if wanted is None:
         return
-    known = {item.mechanism.name: item.origin for item in context.memory.mechanisms()}
+    known = {item.mechanism.name: item for item in context.memory.mechanisms()}
     if missing := [name for name in wanted.requires if name not in known]:
         raise UsageError(
             f"remember.requires names what the memory does not hold: {', '.join(missing)}",
             "`specpilot memory inspect` lists the names.",
         )
-    if known.get(wanted.name) == "seed":
-        raise UsageError(
-            f"remember.name: {wanted.name} is a mechanism that comes with SpecPilot",
-            "give the change a name of its own.",
+    taken = known.get(wanted.name)
+    if taken is not None and (taken.origin == "seed" or taken.status == "verified"):
+        what = (
+            "a mechanism that comes with SpecPilot"
+            if taken.origin == "seed"
+            else "verified already, for another change"
         )
+        raise UsageError(f"remember.name: {wanted.name} is {what}", "give the change a name of its own.")
+    if any(item.name == wanted.name for name in wanted.requires for item in context.memory.with_requirements(name)):
+        raise UsageError(f"remember.requires: what {wanted.name} requires would require it", "leave it out.")
 
 
 def _judge_or_wait(context: RunContext, candidate: Candidate) -> Assessment | None:
@@ -116,6 +125,20 @@ def _judge_or_wait(context: RunContext, candidate: Candidate) -> Assessment | No
         return None
     with RunLock(context.run_dir):
         return judge_waiting(context, candidate)
+
+
+def finish_judging(context: RunContext) -> None:
+    """Goes on with attempts whose judging at rest was cut off: what was measured is merged, what was merged becomes the head."""
+    for row in context.journal.attempts():
+        key = f"x/{row.id}"
+        if row.worker != "external" or not context.journal.finished(key):
+            continue
+        if row.state in JUDGED_ON:
+            judge_waiting(context, Candidate.model_validate(row.data["candidate"]))
+        elif row.state is AttemptState.merged and context.journal.finished(f"{key}/merge"):
+            step: Merged = context.journal.result(f"{key}/merge", Merged)
+            if step.merged and context.trees.best() == step.before:
+                context.trees.set_head(step.after)
 
 
 def judge_waiting(context: RunContext, candidate: Candidate) -> Assessment:

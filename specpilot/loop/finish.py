@@ -6,12 +6,12 @@ from typing import Any
 
 from specpilot.contracts import Calibration, Leg, StopReason
 from specpilot.evaluation.baselines import Baselines
-from specpilot.gate.closing import closing_faults
+from specpilot.gate.closing import closing_checks, faults_of
 from specpilot.gate.hidden import vocab_size
 from specpilot.gate.policy import policy_of
 from specpilot.loop.context import RunContext
 from specpilot.loop.observe import observe, time_floor
-from specpilot.loop.prepare import measure_four
+from specpilot.loop.prepare import measure_four, whole_batches
 
 CLOSING_PROMPTS = 8
 
@@ -36,7 +36,7 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
             context,
             f"final-{short}",
             variants,
-            prompts=CLOSING_PROMPTS,
+            prompts=whole_batches(context, CLOSING_PROMPTS),
             which="hidden",
             judged=None
             if head == first
@@ -53,7 +53,7 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
 def _judged(context: RunContext, short: str, found: Baselines, legs: dict[str, list[Leg]], block: int) -> Baselines:
     """Without the figures of engines that answered otherwise than the target would. The reference starts only now: they are gone."""
     with context.engine(context.trees.first_commit, "reference", f"final-{short}-reference") as reference:
-        faults = closing_faults(
+        judged = closing_checks(
             legs,
             reference.client,
             context.journal.result("calibrate", Calibration),
@@ -63,6 +63,10 @@ def _judged(context: RunContext, short: str, found: Baselines, legs: dict[str, l
             vocab=vocab_size(context.resolved.target_dir),
             temperature=context.deployment.regime.temperature,
         )
+    faults = faults_of(judged)
     for name, fault in faults.items():
         context.say("note", level="warning", text=f"the closing figures of {name} are withheld: {fault}")
-    return found.without(faults)
+    told = {name: checks[-1].detail for name, checks in judged.items() if name not in faults}
+    for name, detail in told.items():
+        context.say("note", level="info", text=f"closing answers of {name} against the reference: {detail}")
+    return found.without(faults).model_copy(update={"judged": told})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
-
 from specpilot.agents import ClaimDraft, WorkContext, mechanism_from
 from specpilot.agents.external import MechanismDraft
 from specpilot.contracts import Candidate
@@ -55,7 +53,7 @@ def learn(context: RunContext, number: int, work: WorkContext, results: list[tup
         try:
             name = replayed or _remember(context, candidate, work)
             context.memory.record_effect(name, effect_of(context, number, candidate, assessment))
-        except (InvalidMechanismError, NoSuchMechanismError, ValidationError, UnicodeError) as error:
+        except (InvalidMechanismError, NoSuchMechanismError, ValueError) as error:
             why = str(error).splitlines()[0]
             context.say("note", level="warning", text=f"{candidate.attempt_id} is not remembered: {why}")
 

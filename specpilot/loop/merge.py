@@ -16,10 +16,14 @@ EXPECTED_MERGE_S = 60.0
 
 
 def merge_winners(
-    context: RunContext, number: int, base: str, accepted: list[tuple[Candidate, Assessment]]
+    context: RunContext, number: int, accepted: list[tuple[Candidate, Assessment]]
 ) -> tuple[str, list[Merged]]:
-    """Lays the accepted candidates of one round onto `base`; returns the new head and every step."""
-    head = base
+    """Lays the accepted candidates of one round onto the best engine; returns the new head and every step.
+
+    That is the round's base, unless an outsider's attempt was merged at rest while the round was cut off.
+    """
+    onto: str = context.journal.step(f"r{number}/onto", context.trees.best)
+    head = onto
     steps: list[Merged] = []
     for candidate, assessment in _by_gain(accepted):
         key = f"r{number}/merge/{candidate.attempt_id}"
@@ -30,7 +34,8 @@ def merge_winners(
         step = merge_one(context, key, candidate, assessment, head)
         steps.append(step)
         head = step.after
-    context.trees.set_head(head)
+    if head != onto:
+        context.trees.set_head(head)
     return head, steps
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from specpilot.costmodel.analyse import analyse, bound_of
 from specpilot.costmodel.arithmetic import W12_BITS, Regime
 from specpilot.costmodel.hardware import Hardware
 from specpilot.costmodel.targets import read_config
-from specpilot.errors import InfrastructureError
+from specpilot.errors import InfrastructureError, SpecPilotError
 from specpilot.evaluation.lease import DeviceLease
 from specpilot.evaluation.legs import run_leg
 from specpilot.evaluation.prompts import Prompt
@@ -20,6 +21,7 @@ from specpilot.loop.context import RunContext
 from specpilot.loop.machine import hardware_of, measure_again
 
 PROFILED_PROMPTS = 3
+MOST_TRACE_BYTES = 1 << 29
 KV_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "fp8_e4m3": 8.0, "fp8_e5m2": 8.0}
 UNSURE_ROOF = 0.5
 """Share of the floor that is used when the machine's roofs are only lower bounds (probed while busy, or without a compiler)."""
@@ -41,10 +43,11 @@ def observe(context: RunContext, key: str, commit: str, variant: str = "final", 
         with context.engine(commit, variant, key) as server:
             try:
                 return profile_engine(context, key, server, before)
-            except (InfrastructureError, ValueError) as error:  # engine and protocol; trace and cost model
-                if commit == context.trees.first_commit:
+            except Exception as error:  # a trace is whatever a candidate's code writes; what it breaks is not known
+                ours = isinstance(error, SpecPilotError) and not isinstance(error, InfrastructureError)
+                if commit == context.trees.first_commit or ours:
                     raise
-                text = f"no component table of {commit[:12]}: it cannot be profiled any more: {error}"
+                text = f"no component table of {commit[:12]}: it cannot be profiled any more: {str(error)[:300]}"
                 context.say("note", level="warning", text=text)
                 return no_gaps(commit)
 
@@ -98,6 +101,10 @@ def profile_engine(context: RunContext, key: str, server: EngineServer, before: 
         trace = server.client.stop_profile()
     if not trace.resolve().is_relative_to(cache.resolve()):
         raise InfrastructureError(f"{server} wrote its trace to {trace}, not into {cache}", "use output_dir as given")
+    if not trace.is_file() or trace.stat().st_size > MOST_TRACE_BYTES:  # a pipe would be waited for, for ever
+        raise InfrastructureError(
+            f"{server} left no trace at {trace}, or one of more than {MOST_TRACE_BYTES >> 20} MiB"
+        )
     identity = context.identity
     hardware = hardware_of(context) if before is None else before.until(measure_again(context))
     table = analyse(
@@ -110,6 +117,8 @@ def profile_engine(context: RunContext, key: str, server: EngineServer, before: 
         commit=server.commit,
         scopes=context.spec.scopes,
     )
+    if not all(map(math.isfinite, (table.round_ms, table.bound_ms, table.accepted_length, table.share_of_bound))):
+        raise InfrastructureError(f"the trace of {server} holds figures that are not finite")
     return GapTable.model_validate(table.as_dict())
 
 

@@ -177,7 +177,15 @@ def first_baselines(context: RunContext) -> None:
     context.say("phase", name="baselines", detail="ar and stock, first look")
     first = context.trees.first_commit
     variants = [("ar", first, "ar"), ("stock", first, "stock")]
-    context.journal.step("baselines", lambda: measure_four(context, "baselines", variants, prompts=3))
+    context.journal.step(
+        "baselines", lambda: measure_four(context, "baselines", variants, prompts=whole_batches(context, 3))
+    )
+
+
+def whole_batches(context: RunContext, least: int) -> int:
+    """At least so many prompts in whole batches of the deployment's concurrency, and at least two batches."""
+    size = context.deployment.regime.concurrency
+    return size * max(2, -(-least // size))
 
 
 def measure_four(

@@ -15,24 +15,27 @@ from specpilot.loop.observe import observe
 from specpilot.loop.records import Assessment, RoundResult, Submitted
 from specpilot.loop.tune import tune
 
+BELIEVED = 0.9
+"""A round this much shorter than its bound shows that the bound is wrong, or the trace; it is no reason to stop."""
 HEADROOM = 1.03
 """Below this ratio of round time to bound there is nothing left that a round could pay for."""
 
 
-def run_round(context: RunContext, number: int, base: str, present: list[str]) -> RoundResult:
-    """Runs round `number` on top of `base`; a finished round is read from the journal."""
+def run_round(context: RunContext, number: int, present: list[str]) -> RoundResult:
+    """Runs round `number` on the best engine at its beginning, outsiders' merges included; a finished round is read from the journal."""
     key = f"r{number}/result"
     if context.journal.finished(key):
         result: RoundResult = context.journal.result(key, RoundResult)
         return result
+    base: str = context.journal.step(f"r{number}/base", context.trees.best)
     context.say("phase", name=f"round {number}", detail="observe")
     table = observe(context, f"r{number}/observe", base, "stock" if base == context.trees.first_commit else "final")
-    if 0 < table.round_ms < table.bound_ms * HEADROOM:
+    if table.bound_ms * BELIEVED < table.round_ms < table.bound_ms * HEADROOM:
         return RoundResult(round=number, head=base, attempts=[], merged=[], stop=StopReason.no_headroom)
     work = work_context(context, number, base, table, present, context.deployment.agents.recall.max_candidates)
     submitted = _submitted(context, number, work)
     assessed, stop = _assess_all(context, number, base, submitted)
-    head, merged = merge_winners(context, number, base, [(c, a) for c, a in assessed if a.accepted])
+    head, merged = merge_winners(context, number, [(c, a) for c, a in assessed if a.accepted])
     kept = {step.attempt_id for step in merged if step.merged}
     for candidate, assessment in assessed:
         if assessment.accepted and candidate.attempt_id not in kept:

@@ -31,6 +31,7 @@ from specpilot.evidence import check_run, seal_file
 from specpilot.journal import Journal
 from specpilot.loop.budget import EXPECTED_ASSESS_S, BudgetClock, extend, in_force
 from specpilot.loop.context import RunContext
+from specpilot.loop.external import finish_judging
 from specpilot.loop.finish import finish
 from specpilot.loop.leave_one_out import leave_one_out
 from specpilot.loop.observe import observe
@@ -215,10 +216,10 @@ def _workflow(context: RunContext) -> Outcome:
     """The whole run. Reads like a list because every line is a durable step or a function of durable steps."""
     prepare(context)
     first_baselines(context)
-    head, stop = context.trees.first_commit, StopReason.rounds_done
+    finish_judging(context)
+    stop = StopReason.rounds_done
     for number in range(1, context.deployment.budget.rounds + 1):
-        result = run_round(context, number, head, merged_mechanisms(context))
-        head = result.head
+        result = run_round(context, number, merged_mechanisms(context))
         if result.stop is not None:
             given_more = result.stop is StopReason.budget_wall_clock and not context.budget.may_start(EXPECTED_ASSESS_S)
             if given_more:  # since that round ended: what it could not measure is proposed again
@@ -226,7 +227,7 @@ def _workflow(context: RunContext) -> Outcome:
             stop = result.stop
             break
     if context.deployment.budget.rounds == 0:
-        observe(context, "r0/observe", head, "stock")
+        observe(context, "r0/observe", context.trees.first_commit, "stock")
     head = leave_one_out(context, head_of(context))  # attempts from outside may have gone further
     idle = context.deployment.budget.rounds == 0 and head == context.trees.first_commit
     if idle:

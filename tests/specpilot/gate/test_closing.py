@@ -9,7 +9,7 @@ import pytest
 
 from specpilot.contracts import Calibration, Leg
 from specpilot.evaluation.client import Position
-from specpilot.gate.closing import closing_faults
+from specpilot.gate.closing import closing_checks, faults_of
 from specpilot.gate.records import GatePolicy, TimeFloor
 
 from .builders import generation, leg, position
@@ -41,12 +41,16 @@ def session(**answers: list[dict[str, Any]]) -> dict[str, list[Leg]]:
 
 
 def faults(legs: dict[str, list[Leg]], **options: Any) -> dict[str, str]:
-    return closing_faults(legs, Reference(), CALIBRATION, GatePolicy(), **({"block_size": 8} | options))
+    return faults_of(closing_checks(legs, Reference(), CALIBRATION, GatePolicy(), **({"block_size": 8} | options)))
 
 
 def test_right_answers_have_no_fault() -> None:
     assert faults(session(ar=[{}, {}], stock=[{}, {}], final=[{}, {}], final_ar=[{}, {}])) == {}
     assert faults({}) == {}
+    checks = closing_checks(
+        session(stock=[{}, {}], final=[{}, {}]), Reference(), CALIBRATION, GatePolicy(), block_size=8
+    )
+    assert checks["final"][-1].detail.startswith("16 positions: 16 exact, 0 near-ties")
 
 
 @pytest.mark.parametrize("name", ["final", "final_ar"])
@@ -122,7 +126,7 @@ def test_sampled_answers_are_held_against_the_distribution() -> None:
 
     def judged(output: list[int]) -> dict[str, str]:
         legs = session(final=[{"output": output} for _ in range(20)])
-        return closing_faults(legs, Even(), CALIBRATION, GatePolicy(), block_size=8, temperature=1.0)
+        return faults_of(closing_checks(legs, Even(), CALIBRATION, GatePolicy(), block_size=8, temperature=1.0))
 
     assert judged([1, 2, 2, 1, 2, 1, 1, 2]) == {}
     assert judged([1] * 8)["final"].startswith("distribution")

@@ -196,6 +196,10 @@ def test_requests_in_flight() -> None:
         leg(in_turn, concurrency=4), 1, 0.5
     ).passed  # the engine serves one at a time by design
     assert timing.check_admission(leg(in_turn), 4, 0.5).passed
+    # two requests at a time overlap less the faster they are answered: no queue shows there
+    assert timing.check_admission(leg(in_turn, concurrency=2), 1.13, 0.3).passed
+    assert timing.check_admission(leg(in_turn, concurrency=4), 3.2, 0.3).passed
+    assert not timing.check_admission(leg(in_turn, concurrency=4), 3.6, 0.3).passed
     # at 64 an engine that serves two at once is held to what its base shows, not to four
     many = [generation([1, 2], f"p{i}", first_s=1.0 + i // 2, last_s=2.0 + i // 2) for i in range(64)]
     assert timing.in_flight(leg(many, concurrency=64)) == pytest.approx(2.0)

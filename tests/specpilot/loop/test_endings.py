@@ -36,8 +36,14 @@ def stop_reason(run: Path) -> str:
 
 
 def test_wall_clock_ends_a_run_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock runs out before the first candidate: it is not measured, the closing session still is, exit code 0."""
+    """The clock runs out before the first candidate: it is not measured, the closing session still is, exit code 0.
+
+    Three requests at a time: every session takes whole batches of them.
+    """
     deployment = fake_setting(tmp_path, STOCK)
+    load = deployment.regime.model_copy(update={"concurrency": 3})
+    folder, deployment = deployment.folder, deployment.model_copy(update={"regime": load})
+    deployment._folder = folder
     memory = f"sqlite:///{tmp_path / 'memory.sqlite'}"
     with MemoryStore(memory, seed_folder=None) as store:
         remember(store, "faster", patch_between(STOCK, replace(STOCK, round_s=0.0015)))
@@ -46,6 +52,7 @@ def test_wall_clock_ends_a_run_with_what_it_has(tmp_path: Path, monkeypatch: pyt
     assert outcome.stop is StopReason.budget_wall_clock
     assert outcome.exit_code == 0
     assert set(outcome.final["variants"]) == {"ar", "stock", "final", "final-ar"}
+    assert outcome.final["prompts"] == 6, "two batches of three at least"
     assert outcome.final["prompt_sets"] == ["hidden"], "the figures are for prompts that no worker has seen"
     journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
     assert [row.state for row in journal.attempts()] == [AttemptState.superseded]

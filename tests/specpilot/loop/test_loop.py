@@ -60,6 +60,10 @@ def test_measured_gain_is_the_planted_one(ended: Path) -> None:
     assert data.steps[0].gain > 1.3
     total = data.ratio("final", "stock")
     assert total is not None and total.ratio > 1.3
+    journal = Journal.open(ended / JOURNAL_NAME)
+    (closing,) = journal.finished_keys(lambda key: key.startswith("final/") and key.count("/") == 1)
+    assert journal.result(closing)["judged"]["final"].startswith("96 positions: 96 exact"), "4 answers of 24 tokens"
+    journal.close()
     assert data.figure("stock") is not None and data.figure("final-ar") is not None
     assert data.calibration is not None
     assert data.calibration.baseline_note.startswith("ar: 144 of 144 positions exact"), "3 answers of 48 tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from specpilot.errors import UsageError
 from specpilot.gate.timing import in_flight
 from specpilot.journal import Journal
 from specpilot.loop import budget, observe, rounds
-from specpilot.loop.external import open_attempt, submit_attempt
+from specpilot.loop.external import finish_judging, open_attempt, submit_attempt
 from specpilot.loop.rounds import _assess_all, run_round, waiting_outsiders
 from specpilot.loop.run import open_run, optimize, resume
 from specpilot.loop.state import merged_mechanisms
@@ -130,7 +131,7 @@ def test_a_round_cut_off_before_merging_keeps_its_outsider_and_loses_its_profile
     """What was measured is merged when the round goes on, once; an engine that stopped writing traces costs the table only."""
     with open_run(rested) as context:
         attempt, worktree, _ = open_attempt(context, "*", "try")
-    longer = replace(STOCK, round_s=0.004, accepted=(8, 7, 8), no_trace=True)
+    longer = replace(STOCK, round_s=0.004, accepted=(6, 5, 6), no_trace=True)
     (worktree / "behaviour.json").write_text(text_of(longer))
     claim = tmp_path / "claim.yaml"
     claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "More tokens in a round."}))
@@ -144,19 +145,50 @@ def test_a_round_cut_off_before_merging_keeps_its_outsider_and_loses_its_profile
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(rounds, "merge_winners", cut)
-            run_round(context, 1, base, [])
+            run_round(context, 1, [])
         assert context.journal.attempt(attempt).state is AttemptState.accepted
     with RunLock(rested), open_run(rested) as context:
-        result = run_round(context, 1, base, [])
+        result = run_round(context, 1, [])
         assert result.merged == [attempt] and result.head == context.trees.best() != base
         assert context.journal.attempt(attempt).state is AttemptState.merged
         measured = [row.starts for row in context.journal.steps() if row.key == f"r1/attempt/{attempt}"]
         assert measured == [1]
         (name,) = merged_mechanisms(context)[-1:]
         assert name.startswith("target-mlp-") and context.memory.get(name).status == "verified"
+        assert run_round(context, 2, []).head == context.trees.best() == result.head, "nothing found, nothing lost"
         table = rounds.observe(context, "r2/observe", result.head)
         assert table.rows == [] and table.round_ms == 0.0
-        assert "cannot be profiled any more" in context.journal.events(kind="note")[-1].data["text"]
+        notes = [event.data["text"] for event in context.journal.events(kind="note")]
+        assert sum("cannot be profiled any more" in note for note in notes) == 1
+
+
+@pytest.mark.parametrize("place", ["specpilot.loop.merge.merge_one", "specpilot.workspace.Workspace.set_head"])
+def test_judging_at_rest_that_was_cut_off_is_gone_on_with(
+    rested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Measured and not merged, merged and not the head: a resume, or the same command again, brings it to its end."""
+    with open_run(rested) as context:
+        attempt, worktree, _ = open_attempt(context, "*", "try")
+        before = context.trees.best()
+    told = json.loads((worktree / "behaviour.json").read_text())
+    longer = {"accepted": [8, 8, 8]} if told["accepted"] != [8, 8, 8] else {"round_s": 0.0015}
+    (worktree / "behaviour.json").write_text(json.dumps(told | longer, indent=1, sort_keys=True) + "\n")
+    claim = tmp_path / "claim.yaml"
+    claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "More tokens in a round."}))
+
+    def cut(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, open_run(rested) as context, pytest.raises(KeyboardInterrupt):
+        patched.setattr(place, cut)
+        submit_attempt(context, attempt, claim)
+    with open_run(rested) as context:
+        assert context.trees.best() == before
+        finish_judging(context)
+        assert context.journal.attempt(attempt).state is AttemptState.merged and context.trees.best() != before
+        head = context.trees.best()
+        finish_judging(context)
+        assert context.trees.best() == head
 
 
 def test_claims_that_the_memory_could_not_keep_are_refused_before_anything_is_measured(
@@ -167,6 +199,10 @@ def test_claims_that_the_memory_could_not_keep_are_refused_before_anything_is_me
         context.memory.add(
             context.memory.mechanisms()[0].mechanism.model_copy(update={"name": "shipped"}), origin="seed"
         )
+        some = context.memory.mechanisms()[0].mechanism
+        context.memory.add(some.model_copy(update={"name": "user-own"}), origin="run", status="verified")
+        context.memory.add(some.model_copy(update={"name": "below"}), origin="run")
+        context.memory.add(some.model_copy(update={"name": "above", "requires": ["below"]}), origin="run")
     (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.001)))
     told = {"component": "target.mlp", "hypothesis": "Another speed."}
     claim = tmp_path / "claim.yaml"
@@ -175,6 +211,10 @@ def test_claims_that_the_memory_could_not_keep_are_refused_before_anything_is_me
         ({"remember": {"name": "shipped", "title": "t"}}, "shipped is a mechanism that comes with"),
         ({"remember": {"name": "new", "title": "t", "requires": ["new"]}}, "cannot require itself"),
         ({"mechanism": "shipped"}, "unknown key 'mechanism'"),
+        ({"remember": {"name": "new", "title": "t", "notes": "\ud800"}}, "cannot read"),
+        ({"predicted_gain": 10**400}, "must be a ratio"),
+        ({"remember": {"name": "user-own", "title": "t"}}, "verified already"),
+        ({"remember": {"name": "below", "title": "t", "requires": ["above"]}}, "would require it"),
     ):
         claim.write_text(yaml.safe_dump(told | extra))
         with open_run(rested) as context, pytest.raises((UsageError, AgentError), match=words):
@@ -224,7 +264,7 @@ def test_closing_figures_of_other_tokens_are_withheld(rested: Path, tmp_path: Pa
     """An engine that is honest to the gate, and as `final-ar`, which no gate asks, sends one token over and over."""
     with open_run(rested) as context:
         attempt, worktree, _ = open_attempt(context, "*", "try")
-    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.0005, accepted=(8, 7, 8))))
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.0003, accepted=(8, 8, 8))))
     engine, text = worktree / "fake_server.py", (worktree / "fake_server.py").read_text()
     place = '        if body.get("stream"):'
     assert place in text
