@@ -192,7 +192,7 @@ def test_interrupt_says_what_happened_and_how_to_go_on(tmp_path: Path) -> None:
             break
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    assert child.returncode == 130
+    assert child.returncode == 130, err
     assert "Traceback" not in err
     last = out.splitlines()[-1]
     assert last.endswith(
