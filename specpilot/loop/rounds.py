@@ -34,7 +34,7 @@ def run_round(context: RunContext, number: int, present: list[str]) -> RoundResu
         return RoundResult(round=number, head=base, attempts=[], merged=[], stop=StopReason.no_headroom)
     work = work_context(context, number, base, table, present, context.deployment.agents.recall.max_candidates)
     submitted = _submitted(context, number, work)
-    assessed, stop = _assess_all(context, number, base, submitted)
+    assessed, stop = _assess_all(context, number, submitted)
     head, merged = merge_winners(context, number, [(c, a) for c, a in assessed if a.accepted])
     kept = {step.attempt_id for step in merged if step.merged}
     for candidate, assessment in assessed:
@@ -86,7 +86,7 @@ def _judged_elsewhere(context: RunContext, item: Submitted) -> bool:
 
 
 def _assess_all(
-    context: RunContext, number: int, base: str, submitted: list[Submitted]
+    context: RunContext, number: int, submitted: list[Submitted]
 ) -> tuple[list[tuple[Candidate, Assessment]], StopReason | None]:
     """Measures and judges one after another; the wall clock ends it between two candidates, never inside one."""
     done: list[tuple[Candidate, Assessment]] = []
@@ -95,14 +95,14 @@ def _assess_all(
         if item.candidate is None:
             continue
         key = f"r{number}/attempt/{item.attempt_id}"
-        if not context.journal.finished(key) and _judged_elsewhere(context, item):
-            continue
-        if not context.journal.finished(key) and stop is None:
-            stop = context.budget.may_start(EXPECTED_ASSESS_S)
-        if stop is not None and not context.journal.finished(key):
-            if item.worker != "external":  # an outsider's goes on waiting: nobody would propose it again
-                supersede(context, item.attempt_id, NOT_MEASURED)
-            continue
+        if not context.journal.finished(key):
+            if _judged_elsewhere(context, item):
+                continue
+            stop = stop or context.budget.may_start(EXPECTED_ASSESS_S)
+            if stop is not None:
+                if item.worker != "external":  # an outsider's goes on waiting: nobody would propose it again
+                    supersede(context, item.attempt_id, NOT_MEASURED)
+                continue
         context.say("phase", name=f"round {number}", detail=f"measuring {item.attempt_id}: {item.component}")
         assessment = assess(context, key, item.candidate, item.candidate.base_commit)
         settle(context, item.candidate, assessment)

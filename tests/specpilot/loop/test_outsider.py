@@ -119,7 +119,7 @@ def test_an_attempt_that_the_clock_left_waiting_is_judged_later(
         waiting = waiting_outsiders(context)
         assert [item.attempt_id for item in waiting] == [attempt]
         monkeypatch.setattr(budget, "CLOSING_RESERVE_S", 10_000.0)
-        assert _assess_all(context, 1, context.trees.best(), waiting) == ([], StopReason.budget_wall_clock)
+        assert _assess_all(context, 1, waiting) == ([], StopReason.budget_wall_clock)
         assert context.journal.attempt(attempt).state is AttemptState.submitted
     done = specpilot("attempt", "submit", str(rested), attempt, "--claim", str(claim))
     assert done.returncode == 0 and f"{attempt} accepted" in done.stdout
