@@ -10,12 +10,10 @@ contracts, errors and seal.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -24,26 +22,8 @@ from pydantic import BaseModel
 
 from specpilot import seal
 from specpilot.contracts import AttemptState, Reason
-from specpilot.errors import RunFolderError, SpecPilotError, disk_full_named, is_disk_full, nothing_free
-
-APPLICATION_ID = 0x53504A4C  # "SPJL": tells our file from any other SQLite file
-SCHEMA_VERSION = 2
-BUSY_TIMEOUT_S = 60.0
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE steps (key TEXT PRIMARY KEY, state TEXT NOT NULL, starts INTEGER NOT NULL, started_at REAL NOT NULL,
-                    finished_at REAL, result TEXT);
-CREATE TABLE attempts (id TEXT PRIMARY KEY, position INTEGER NOT NULL, round INTEGER NOT NULL, worker TEXT NOT NULL,
-                       component TEXT NOT NULL, state TEXT NOT NULL, reason TEXT, detail TEXT NOT NULL,
-                       data TEXT NOT NULL, created_at REAL NOT NULL, updated_at REAL NOT NULL);
-CREATE TABLE attempt_history (position INTEGER PRIMARY KEY, attempt_id TEXT NOT NULL, state TEXT NOT NULL,
-                              reason TEXT, at REAL NOT NULL);
-CREATE TABLE processes (position INTEGER PRIMARY KEY, pid INTEGER NOT NULL, pgid INTEGER NOT NULL,
-                        start_time REAL NOT NULL, purpose TEXT NOT NULL, started_at REAL NOT NULL, ended_at REAL);
-CREATE TABLE events (position INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL,
-                     data TEXT NOT NULL);
-"""
+from specpilot.errors import RunFolderError, SpecPilotError, disk_full_named
+from specpilot.journal_file import Transaction, create_file, open_file
 
 _S = AttemptState
 _END = {_S.rejected, _S.superseded}
@@ -123,37 +103,14 @@ class Journal:
         self.path = path
         self._db = connection
         self._lock = threading.RLock()
+        self._transaction = Transaction(path, connection)  # entered with the lock held
         self._step_locks: dict[str, threading.Lock] = {}
         self.worked_since: float | None = None  # monotonic: when this process first ran a step, not read its result
 
     @classmethod
     def create(cls, path: Path, meta: Mapping[str, Any]) -> Journal:
         """A new journal holding `meta` (JSON values). Raises `RunFolderError` if the file exists."""
-        if path.exists():
-            raise RunFolderError(
-                f"{path.parent} already holds a run", f"`specpilot resume {path.parent}`, or give another --run-dir."
-            )
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        with disk_full_named(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scratch.unlink(missing_ok=True)
-            db = sqlite3.connect(scratch, isolation_level=None)
-            try:
-                db.executescript(
-                    f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={SCHEMA_VERSION}; BEGIN; {_SCHEMA}{seal.SCHEMA}"
-                )
-                now = time.time()
-                rows = [("created_at", _dumps(now)), *((key, _dumps(value)) for key, value in meta.items())]
-                db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
-                for key in dict.fromkeys(key for key, _ in rows):
-                    seal.seal_row(db, "meta", key)
-                db.execute("COMMIT")
-                db.close()
-                # The file appears complete or not at all: a crash above leaves no half-made journal behind.
-                scratch.rename(path)
-            finally:
-                db.close()
-                scratch.unlink(missing_ok=True)
+        create_file(path, {key: _dumps(value) for key, value in {"created_at": time.time(), **meta}.items()})
         return cls.open(path)
 
     @classmethod
@@ -163,41 +120,7 @@ class Journal:
         Raises `RunFolderError` if it is missing, damaged, foreign or of another version, `TamperedEvidenceError` if what it
         holds is not what was written.
         """
-        if not path.is_file():
-            raise RunFolderError(
-                f"{path.parent} is not a run folder: it has no {path.name}", "`specpilot runs` lists them."
-            )
-        try:
-            db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
-            application = db.execute("PRAGMA application_id").fetchone()[0]
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if application == APPLICATION_ID and version == SCHEMA_VERSION:
-                db.execute("PRAGMA journal_mode=WAL")
-                db.execute("PRAGMA synchronous=FULL")
-                damage = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-                if damage != "ok":
-                    raise sqlite3.DatabaseError(damage)
-                seal.verify(db, path)
-                return cls(path, db)
-            db.close()
-        except sqlite3.DatabaseError as error:
-            with disk_full_named(path):
-                if is_disk_full(error) or nothing_free(path):
-                    raise
-            raise RunFolderError(
-                f"{path} is damaged or not a journal: {error}",
-                "restore it from a copy, or start a new run; the run's commits are still in repo/.",
-            ) from error
-        if application != APPLICATION_ID:
-            raise RunFolderError(f"{path} is an SQLite file, but not a SpecPilot journal", "give a run folder.")
-        if version < SCHEMA_VERSION:
-            raise RunFolderError(
-                f"{path} was written by an earlier SpecPilot (schema {version}), which did not seal its journals",
-                "look at it with that version, or start a new run; the run's commits are in repo/.",
-            )
-        raise RunFolderError(
-            f"{path} has schema {version}, this version reads {SCHEMA_VERSION}", "use the SpecPilot that made the run."
-        )
+        return cls(path, open_file(path))
 
     def close(self) -> None:
         """Release the file."""
@@ -217,7 +140,7 @@ class Journal:
 
     def set_meta(self, key: str, value: Any) -> None:
         """Store one meta value (JSON)."""
-        with self._write() as db:
+        with self._lock, self._transaction as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _dumps(value)))
             seal.seal_row(db, "meta", key)
 
@@ -250,7 +173,7 @@ class Journal:
             if row and row[0][0] == "finished":
                 return _decode(row[0][1], model)
             now = time.time()
-            with self._write() as db:
+            with self._lock, self._transaction as db:
                 db.execute(
                     "INSERT INTO steps VALUES (?, 'started', 1, ?, NULL, NULL) "
                     "ON CONFLICT (key) DO UPDATE SET starts = starts + 1, started_at = excluded.started_at",
@@ -259,7 +182,7 @@ class Journal:
                 seal.seal_row(db, "steps", key)
             self.worked_since = self.worked_since or time.monotonic()
             text = _encode(function())
-            with self._write() as db:
+            with self._lock, self._transaction as db:
                 db.execute(
                     "UPDATE steps SET state = 'finished', finished_at = ?, result = ? WHERE key = ?",
                     (time.time(), text, key),
@@ -299,7 +222,7 @@ class Journal:
         self, attempt_id: str, *, round: int, worker: str, component: str = "", data: Mapping[str, Any] | None = None
     ) -> AttemptRow:
         """A new attempt in state `planned`; an attempt that exists already is returned as it stands."""
-        with self._write() as db:
+        with self._lock, self._transaction as db:
             self._create_attempt(db, attempt_id, round, worker, component, data)
         return self.attempt(attempt_id)
 
@@ -307,7 +230,7 @@ class Journal:
         self, prefix: str, *, worker: str, component: str = "", data: Mapping[str, Any] | None = None
     ) -> AttemptRow:
         """A new attempt outside any round, `prefix-N` with N one more than this worker has: two callers never get the same."""
-        with self._write() as db:
+        with self._lock, self._transaction as db:
             (count,) = db.execute("SELECT count(*) FROM attempts WHERE worker = ?", (worker,)).fetchone()
             attempt_id = f"{prefix}-{count + 1}"
             self._create_attempt(db, attempt_id, 0, worker, component, data)
@@ -349,7 +272,7 @@ class Journal:
             raise IllegalTransition(
                 f"attempt {attempt_id}: {state} with reason {reason}", "only rejected has a reason."
             )
-        with self._write() as db:
+        with self._lock, self._transaction as db:
             old = self.attempt(attempt_id)
             if state is not old.state and state not in LEGAL[old.state]:
                 raise IllegalTransition(
@@ -408,7 +331,7 @@ class Journal:
 
     def record_process(self, pid: int, pgid: int, start_time: float, purpose: str) -> None:
         """Remember a child before it runs, so that a later life of the run can end it."""
-        with self._write() as db:
+        with self._lock, self._transaction as db:
             db.execute(
                 "INSERT INTO processes VALUES (NULL, ?, ?, ?, ?, ?, NULL)",
                 (pid, pgid, start_time, purpose, time.time()),
@@ -416,7 +339,7 @@ class Journal:
 
     def end_process(self, pid: int, start_time: float) -> None:
         """Note that a child has ended."""
-        with self._write() as db:
+        with self._lock, self._transaction as db:
             db.execute(
                 "UPDATE processes SET ended_at = ? WHERE pid = ? AND abs(start_time - ?) < 0.02 AND ended_at IS NULL",
                 (time.time(), pid, start_time),
@@ -433,7 +356,7 @@ class Journal:
 
     def event(self, kind: str, data: Mapping[str, Any] | None = None) -> int:
         """Append one line to the log; returns its position."""
-        with self._write() as db:
+        with self._lock, self._transaction as db:
             row = db.execute(
                 "INSERT INTO events (at, kind, data) VALUES (?, ?, ?)", (time.time(), kind, _dumps(dict(data or {})))
             )
@@ -450,19 +373,6 @@ class Journal:
         return [Event(position, at, name, json.loads(data)) for position, at, name, data in rows]
 
     # -- plumbing -----------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, alone in this process and, by SQLite's own lock, in all others."""
-        with self._lock, disk_full_named(self.path):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         with self._lock, disk_full_named(self.path):

@@ -10,13 +10,17 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import specpilot.journal
+import specpilot.journal_file
 from specpilot.contracts import AttemptState, Check, Reason, Verdict
 from specpilot.errors import DiskFullError, RunFolderError, RunLockedError
 from specpilot.journal import LEGAL, IllegalTransition, Journal
@@ -113,6 +117,43 @@ def test_different_steps_run_side_by_side(journal: Journal) -> None:
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(journal.step, name, lambda: bool(meet.wait() >= 0)) for name in "ab"]
         assert all(job.result() for job in jobs)
+
+
+def interrupted_at(moment: int, work: Callable[[], object]) -> bool:
+    """Runs `work` with a Ctrl-C at the n-th moment where Python looks for one in the journal; False if it has fewer.
+
+    It looks as a function is entered and as a call comes back: where a profiler is called, and may raise.
+    """
+    ours = (specpilot.journal.__file__, specpilot.journal_file.__file__)
+    seen = itertools.count()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event != "c_call" and frame.f_code.co_filename in ours and next(seen) == moment:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_ctrl_c_at_any_moment_of_a_write_leaves_the_journal_usable(journal: Journal) -> None:
+    journal.set_meta("n", -1)
+    with ThreadPoolExecutor(1) as pool:  # another thread: the lock must be free as well
+        for n in itertools.count():
+            was = journal.get_meta("n")
+            whole = not interrupted_at(n, lambda n=n: journal.set_meta("n", n))
+            assert pool.submit(journal.event, "after", {}).result(timeout=60)
+            assert journal.get_meta("n") in ((n,) if whole else (was, n))
+            if whole:
+                break
+    assert n > 10
+    assert reopened(journal).get_meta("n") == n  # and every seal holds
 
 
 WORK = """
