@@ -27,7 +27,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         if condition():

@@ -150,7 +150,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def _still_there(processes: list[psutil.Process]) -> list[str]:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline and any(_alive(process) for process in processes):
         time.sleep(0.05)
     return [str(process) for process in processes if _alive(process)]

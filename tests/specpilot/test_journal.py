@@ -113,7 +113,7 @@ def test_the_same_step_from_two_threads_runs_once(journal: Journal) -> None:
 
 
 def test_different_steps_run_side_by_side(journal: Journal) -> None:
-    meet = threading.Barrier(2, timeout=10)
+    meet = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(journal.step, name, lambda: bool(meet.wait() >= 0)) for name in "ab"]
         assert all(job.result() for job in jobs)

@@ -37,16 +37,16 @@ def test_output_and_exit_status(tmp_path: Path) -> None:
         python("import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(7)"),
         cwd=tmp_path,
         env=ENV,
-        timeout_s=20,
+        timeout_s=HANG_S,
     )
     assert done.returncode == 7 and done.killed_for is None
     assert done.tail.splitlines() == ["out", "err"]
-    done = run_bounded(python("import os; os.kill(os.getpid(), 11)"), cwd=tmp_path, env=ENV, timeout_s=20)
+    done = run_bounded(python("import os; os.kill(os.getpid(), 11)"), cwd=tmp_path, env=ENV, timeout_s=HANG_S)
     assert done.returncode == -signal.SIGSEGV
 
 
 def test_standard_input_is_empty(tmp_path: Path) -> None:
-    done = run_bounded(python("import sys; print(repr(sys.stdin.read()))"), cwd=tmp_path, env=ENV, timeout_s=20)
+    done = run_bounded(python("import sys; print(repr(sys.stdin.read()))"), cwd=tmp_path, env=ENV, timeout_s=HANG_S)
     assert done.tail == "''\n"
 
 
@@ -58,22 +58,20 @@ def test_deadline_counts_from_spawn_and_ends_the_whole_tree(tmp_path: Path) -> N
         cwd=tmp_path,
         env=ENV,
         log_path=log,
-        limits=Limits(deadline_s=4.0, grace_s=0.3),
+        limits=Limits(deadline_s=8.0, grace_s=0.3),
     )
     pids = pids_in(log)
     assert not any(gone(pid) for pid in [child.pid, *pids])
     time.sleep(1.0)  # collecting late must not lengthen the limit
-    assert child.wait(10) is not None
+    assert child.wait(HANG_S) is not None
     assert time.monotonic() - started < HANG_S
     assert child.killed_for == "time"
     assert all(eventually(lambda p=pid: gone(p)) for pid in [child.pid, *pids])
 
 
 def test_a_command_that_ignores_term_is_killed(tmp_path: Path) -> None:
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(120)"
-    )
-    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=3.0, limits=QUICK)
+    shell = ["sh", "-c", "trap '' TERM; echo up; sleep 120"]  # up at once, however busy the machine
+    done = run_bounded(shell, cwd=tmp_path, env=ENV, timeout_s=3.0, limits=QUICK)
     assert done.tail == "up\n", "killed before it could refuse"
     assert done.killed_for == "time" and done.returncode == -signal.SIGKILL and done.seconds < HANG_S
 
@@ -82,7 +80,7 @@ def test_grandchildren_do_not_outlive_a_command_that_ends_by_itself(tmp_path: Pa
     log = tmp_path / "log"
     child = spawn(python(FAMILY.format(then="time.sleep(0.3)")), cwd=tmp_path, env=ENV, log_path=log, limits=QUICK)
     pids = pids_in(log)
-    assert child.wait(20) == 0
+    assert child.wait(HANG_S) == 0
     assert all(eventually(lambda p=pid: gone(p)) for pid in pids)
 
 
@@ -142,7 +140,7 @@ def test_killing_the_guard_kills_the_command(tmp_path: Path) -> None:
     )
     child._guard.kill()
     assert eventually(lambda: gone(child.pid))
-    assert child.wait(5) == -signal.SIGKILL
+    assert child.wait(HANG_S) == -signal.SIGKILL
 
 
 def test_output_flood_is_bounded(tmp_path: Path) -> None:
@@ -154,7 +152,7 @@ def test_output_flood_is_bounded(tmp_path: Path) -> None:
         log_path=log,
         limits=Limits(output_bytes=MIB, grace_s=0.3),
     )
-    assert child.wait(20) is not None
+    assert child.wait(HANG_S) is not None
     assert child.killed_for == "output"
     assert log.stat().st_size == MIB
 
@@ -162,19 +160,19 @@ def test_output_flood_is_bounded(tmp_path: Path) -> None:
 def test_memory_of_the_whole_group_is_bounded(tmp_path: Path) -> None:
     hog = """
         import subprocess, sys, time
-        eat = "x = bytearray(80 << 20); import time; time.sleep(60)"
+        eat = "x = bytearray(80 << 20); import time; time.sleep(120)"
         family = [subprocess.Popen([sys.executable, "-c", eat]) for _ in range(3)]
-        time.sleep(60)
+        time.sleep(120)
     """
     done = run_bounded(
-        python(hog), cwd=tmp_path, env=ENV, timeout_s=30, limits=Limits(memory_bytes=200 * MIB, grace_s=0.3)
+        python(hog), cwd=tmp_path, env=ENV, timeout_s=HANG_S, limits=Limits(memory_bytes=200 * MIB, grace_s=0.3)
     )
-    assert done.killed_for == "memory" and done.seconds < 20
+    assert done.killed_for == "memory" and done.seconds < HANG_S
 
 
 def test_a_file_cannot_grow_without_bound(tmp_path: Path) -> None:
     code = "f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 16))"
-    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=30, limits=Limits(file_bytes=MIB))
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=HANG_S, limits=Limits(file_bytes=MIB))
     assert done.returncode != 0
     assert (tmp_path / "big").stat().st_size <= MIB
 
@@ -186,16 +184,16 @@ def test_the_folders_it_may_write_cannot_grow_without_bound(tmp_path: Path) -> N
         for number in range(40):
             with open(f"hoard/{number}", "wb") as file:
                 file.write(bytes(1 << 20))
-        time.sleep(60)
+        time.sleep(120)
     """
     folder = tmp_path / "hoard"
     folder.mkdir()
     limits = Limits(disk_bytes=8 * MIB, grace_s=0.3)
-    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=40, limits=limits, writable=[folder])
-    assert done.killed_for == "disk" and done.seconds < 30
-    room = Limits(disk_bytes=80 * MIB, deadline_s=5.0)
-    child = spawn(python("import time; time.sleep(4)"), cwd=tmp_path, env=ENV, log_path=tmp_path / "log", limits=room, writable=[folder])  # fmt: skip
-    assert child.wait(20) == 0 and child.killed_for is None
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=HANG_S, limits=limits, writable=[folder])
+    assert done.killed_for == "disk" and done.seconds < HANG_S
+    room = Limits(disk_bytes=80 * MIB, deadline_s=HANG_S)
+    child = spawn(["sleep", "4"], cwd=tmp_path, env=ENV, log_path=tmp_path / "log", limits=room, writable=[folder])  # fmt: skip
+    assert child.wait(HANG_S) == 0 and child.killed_for is None
 
 
 def test_bytes_on_disk_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +226,7 @@ def test_a_tail_holds_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
 
 def test_no_core_files_and_no_new_privileges(tmp_path: Path) -> None:
     code = "import resource; print(resource.getrlimit(resource.RLIMIT_CORE)); print([l for l in open('/proc/self/status') if 'NoNewPrivs' in l])"
-    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20)
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=HANG_S)
     assert done.tail.startswith("(0, 0)")
     if sys.platform == "linux":
         assert "NoNewPrivs:\\t1" in done.tail
@@ -261,7 +259,7 @@ def test_the_childs_environment_is_what_it_was_given(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
     env = scrub_environment({"OMP_NUM_THREADS": "2"})
-    done = run_bounded(["env"], cwd=tmp_path, env=env, timeout_s=20)
+    done = run_bounded(["env"], cwd=tmp_path, env=env, timeout_s=HANG_S)
     names = {line.partition("=")[0] for line in done.tail.splitlines()}
     assert "OMP_NUM_THREADS" in names and "PATH" in names
     assert names <= set(env) | {"PWD", "_", "SHLVL", "LC_CTYPE"}
@@ -282,7 +280,7 @@ def test_the_recorder_is_told_before_the_command_runs(tmp_path: Path) -> None:
         seen.append((pid, pgid, start_time))
 
     child = spawn(["touch", "ran"], cwd=tmp_path, env=ENV, log_path=tmp_path / "log", recorder=recorder)
-    assert child.wait(10) == 0
+    assert child.wait(HANG_S) == 0
     assert (tmp_path / "ran").exists()
     assert seen == [(child.pid, child.pgid, child.start_time)]
 
@@ -322,10 +320,10 @@ def test_kill_leftovers_kills_the_recorded_group_and_spares_strangers(tmp_path: 
 
 
 def test_no_file_descriptors_leak(tmp_path: Path) -> None:
-    run_bounded(["true"], cwd=tmp_path, env=ENV, timeout_s=10)
+    run_bounded(["true"], cwd=tmp_path, env=ENV, timeout_s=HANG_S)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        run_bounded(["true"], cwd=tmp_path, env=ENV, timeout_s=10)
+        run_bounded(["true"], cwd=tmp_path, env=ENV, timeout_s=HANG_S)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -341,6 +339,6 @@ def test_the_command_gets_none_of_the_guards_pipes(tmp_path: Path) -> None:
                 pass
         print("open:", [name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")])
     """
-    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20)
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=HANG_S)
     assert (done.returncode, done.killed_for) == (0, None)
     assert done.tail.strip() == "open: ['0', '1', '2']"

