@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 TREE = Path(__file__).resolve().parents[3] / "engines" / "slim"
@@ -15,6 +18,7 @@ if str(TREE) not in sys.path:
 import torch  # noqa: E402
 from slim_engine.counters import COUNTERS  # noqa: E402
 
+from tests.engines.slim.support import PROMPT, engine, free_port, run, start  # noqa: E402
 from tests.helpers.tiny_model import make_tiny_drafter, make_tiny_model  # noqa: E402
 
 
@@ -41,3 +45,32 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def drafter(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_drafter(tmp_path_factory.mktemp("drafter"), llama)
+
+
+@pytest.fixture(scope="package")
+def server(llama: Path, drafter: Path) -> Iterator[str]:
+    """Address of a server that both files of server tests ask."""
+    port = free_port()
+    process = start(
+        *("--target", str(llama), "--drafter", str(drafter), "--port", str(port), "--max-len", "256"),
+        *("--variant", "stock", "--name", "tiny"),
+        SPECPILOT_COMMIT="abc123",
+    )
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        assert process.poll() is None, process.communicate()[1]
+        try:
+            httpx.get(f"{url}/health").raise_for_status()
+            break
+        except httpx.TransportError:
+            time.sleep(0.1)
+    yield url
+    process.send_signal(signal.SIGTERM)
+    assert "Traceback" not in process.communicate(timeout=20)[1]
+    assert process.returncode == 0
+
+
+@pytest.fixture(scope="package")
+def truth(llama: Path) -> list[int]:
+    """The greedy answer to PROMPT, by the engine in this process."""
+    return run(engine(llama), [PROMPT], max_new_tokens=60, ignore_eos=True)[0].output_ids

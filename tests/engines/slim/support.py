@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+import slim_engine
 import torch
 from slim_engine.drafting import Proposal
 from slim_engine.loading import EngineOptions, Loaded, load
@@ -17,6 +22,7 @@ from slim_engine.text import Detokenizer, TextCodec
 from slim_engine.tunables import load_tunables
 
 PROMPT = [7, 9, 11, 200, 31]
+TREE = Path(slim_engine.__file__).resolve().parents[1]
 
 
 def free_port() -> int:
@@ -29,6 +35,18 @@ def free_port() -> int:
 def greedy(tokens: int = 20, **more: Any) -> dict[str, Any]:
     """Sampling parameters of a greedy answer of fixed length."""
     return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **more}
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """A server of the engine tree as a process of its own, on one thread."""
+    env = {**os.environ, "PYTHONPATH": str(TREE), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-m", "slim_engine.server", "--threads", "1", *arguments]
+    return subprocess.Popen(command, cwd=TREE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def generate(url: str, **body: Any) -> httpx.Response:
+    """The answer of the native API."""
+    return httpx.post(f"{url}/generate", json=body, timeout=60)
 
 
 def engine(
