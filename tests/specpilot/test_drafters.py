@@ -10,8 +10,8 @@ import pytest
 
 from specpilot.drafters import check_drafter
 from specpilot.errors import ModelError
+from tests.helpers.command_line import fails, local_deployment, specpilot
 from tests.specpilot.loop.setting import CONFIG, DRAFTER_CONFIG
-from tests.specpilot.test_cli import fails, local_deployment, specpilot
 
 SHIPPED = Path(__file__).parents[2] / "deployments" / "cpu_c1_smollm2-135m_dflash" / "drafter"
 

@@ -20,7 +20,7 @@ from specpilot.journal import Journal
 from specpilot.paths import JOURNAL_NAME, home, models_dir, register_run, runs_dir
 from specpilot.run_lock import RunLock
 from specpilot.workspace import Workspace
-from tests.specpilot.test_cli import make_run, specpilot
+from tests.helpers.command_line import make_run, specpilot
 from tests.specpilot.test_engine_tree import TOML
 
 

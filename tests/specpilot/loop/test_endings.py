@@ -19,10 +19,10 @@ from specpilot.loop.run import optimize, resume
 from specpilot.memory import MemoryStore
 from specpilot.paths import JOURNAL_NAME
 from specpilot.run_lock import RunLock
+from tests.helpers.command_line import specpilot
 from tests.helpers.fake_server import Behaviour
 from tests.helpers.killing import COMMAND
 from tests.specpilot.loop.setting import fake_setting, patch_between, remember
-from tests.specpilot.test_cli import specpilot
 
 STOCK = Behaviour(round_s=0.006)
 
