@@ -159,28 +159,14 @@ def _warm_up(server: EngineServer, batch: list[Prompt], regime: Regime, tokens: 
     """Requests like the timed ones on cut prompts, so that no timed prompt has been seen before."""
     cut = [prompt.model_copy(update={"ids": prompt.ids[: max(1, len(prompt.ids) * 2 // 3)]}) for prompt in batch]
     with server.active():
-        figures.run_leg(
-            server,
-            cut,
-            concurrency=regime.concurrency,
-            max_new_tokens=tokens,
-            temperature=regime.temperature,
-            side="base",
-        )
+        figures.run_under_load(server, cut, regime, tokens, "base")
 
 
 def _leg(server: EngineServer, name: str, batch: list[Prompt], regime: Regime, tokens: int, watch: CpuWatch) -> Leg:
     with server.active():
         server.client.flush_cache()
         watch.start(server.cpu_seconds())
-        leg = figures.run_leg(
-            server,
-            batch,
-            concurrency=regime.concurrency,
-            max_new_tokens=tokens,
-            temperature=regime.temperature,
-            side=name,
-        )
+        leg = figures.run_under_load(server, batch, regime, tokens, name)
         watch.stop(server.cpu_seconds())
     figures.require_full(leg, tokens)
     return leg

@@ -90,14 +90,7 @@ class _Session:
             batch = _draw(prompts, self.regime.concurrency)
             other, idle = self._resting(side)
             with self._untouched(other, idle), self.blamed(side), server.active():
-                figures.run_leg(
-                    server,
-                    batch,
-                    concurrency=self.regime.concurrency,
-                    max_new_tokens=min(WARM_UP_TOKENS, self.tokens),
-                    temperature=self.regime.temperature,
-                    side=side,
-                )
+                figures.run_under_load(server, batch, self.regime, min(WARM_UP_TOKENS, self.tokens), side)
             self.spent = batch[0]
 
     def pair(self, batch: list[Prompt], order: tuple[str, str]) -> bool:
@@ -122,15 +115,8 @@ class _Session:
             assert self.spent is not None, "warm_up comes first"
             wake_up(server, self.spent)
             self.watch.start(server.cpu_seconds())
-            leg = figures.run_leg(
-                server,
-                batch,
-                concurrency=self.regime.concurrency,
-                max_new_tokens=self.tokens,
-                temperature=self.regime.temperature,
-                side=side,
-                seed=len(self.decode) if self.regime.temperature > 0 else None,
-            )
+            seed = len(self.decode) if self.regime.temperature > 0 else None
+            leg = figures.run_under_load(server, batch, self.regime, self.tokens, side, seed)
             self.watch.stop(server.cpu_seconds())
             figures.require_full(leg, self.tokens)
         if side == "base" and (stray := stray_work(leg)):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from specpilot.contracts import Generation, Leg, SideSummary
+from specpilot.deployment import Regime
 from specpilot.evaluation.errors import ShortAnswer, UnstreamedAnswer
 from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
@@ -63,6 +64,26 @@ def run_leg(
         generations=generations,
         wall_s=wall,
         counters={name: value - before.get(name, 0.0) for name, value in after.items()},
+    )
+
+
+def run_under_load(
+    server: EngineServer,
+    prompts: Sequence[Prompt],
+    load: Regime,
+    max_new_tokens: int,
+    side: str,
+    seed: int | None = None,
+) -> Leg:
+    """`run_leg` under a deployment's load: its number of requests at a time, its temperature. Whatever is timed or profiled is."""
+    return run_leg(
+        server,
+        prompts,
+        concurrency=load.concurrency,
+        max_new_tokens=max_new_tokens,
+        temperature=load.temperature,
+        side=side,
+        seed=seed,
     )
 
 

@@ -13,7 +13,7 @@ from specpilot.costmodel.hardware import Hardware
 from specpilot.costmodel.targets import read_config
 from specpilot.errors import InfrastructureError, SpecPilotError
 from specpilot.evaluation.lease import DeviceLease
-from specpilot.evaluation.legs import run_leg
+from specpilot.evaluation.legs import run_under_load
 from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
 from specpilot.gate.records import TimeFloor
@@ -82,15 +82,7 @@ def profile_engine(context: RunContext, key: str, server: EngineServer, before: 
     tokens = min(context.deployment.timed_tokens(), 96)
 
     def decode(some: list[Prompt]) -> list[Generation]:
-        leg = run_leg(
-            server,
-            some,
-            concurrency=load.concurrency,
-            max_new_tokens=tokens,
-            temperature=load.temperature,
-            side="base",
-        )
-        return leg.generations
+        return run_under_load(server, some, load, tokens, "base").generations
 
     cache = context.logs / "cache" / server.commit[:12]
     with DeviceLease(purpose=f"profiling {server.commit[:12]}"):

@@ -14,7 +14,7 @@ from specpilot.agents import SearchWorker, WorkContext
 from specpilot.agents.search import Trial
 from specpilot.evaluation.errors import CandidateFailed, blame_candidate
 from specpilot.evaluation.lease import DeviceLease
-from specpilot.evaluation.legs import decode_rate, require_full, run_leg
+from specpilot.evaluation.legs import decode_rate, require_full, run_under_load
 from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
 from specpilot.evidence import seal_file
@@ -81,14 +81,7 @@ def _screen(context: RunContext, key: str, base: EngineServer, work: WorkContext
         server.thaw()
         try:
             server.client.flush_cache()
-            leg = run_leg(
-                server,
-                batch,
-                concurrency=regime.concurrency,
-                max_new_tokens=tokens,
-                temperature=regime.temperature,
-                side="base" if server is base else "candidate",
-            )
+            leg = run_under_load(server, batch, regime, tokens, "base" if server is base else "candidate")
             require_full(leg, tokens)
             return decode_rate(leg)
         finally:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from specpilot.contracts import Generation, Leg
+from specpilot.deployment import Regime
 from specpilot.evaluation import legs as arithmetic
 from specpilot.evaluation.errors import EngineCrash, ShortAnswer, UnstreamedAnswer, WrongIdentity
 from specpilot.evaluation.legs import require_full, run_leg
@@ -102,3 +103,20 @@ def test_a_leg_needs_prompts(engine) -> None:
     for bad in ({"prompts": [], "concurrency": 1}, {"prompts": prompts(1), "concurrency": 0}):
         with pytest.raises(ValueError, match="at least"):
             run_leg(server, max_new_tokens=4, side="base", **bad)
+
+
+def test_the_deployments_load_reaches_every_request(engine, monkeypatch) -> None:
+    server = engine(round_s=0.2)
+    asked: list[tuple[float, int | None]] = []
+    generate = server.client.generate
+
+    def listen(ids, **options):
+        asked.append((options["temperature"], options["seed"]))
+        return generate(ids, **options)
+
+    monkeypatch.setattr(server.client, "generate", listen)
+    load = Regime(concurrency=2, output_tokens=64, temperature=0.7)
+    leg = arithmetic.run_under_load(server, prompts(2), load, 10, "base", seed=3)
+    assert asked == [(0.7, 3), (0.7, 3)]
+    assert (leg.side, leg.concurrency) == ("base", 2) and [len(g.output_ids) for g in leg.generations] == [10, 10]
+    assert max(g.submitted_s for g in leg.generations) < min(g.last_s for g in leg.generations), "two at a time"

@@ -23,9 +23,9 @@ from specpilot.loop.state import merged_mechanisms
 from specpilot.loop.summary import report_data
 from specpilot.paths import JOURNAL_NAME
 from specpilot.run_lock import RunLock
+from tests.helpers.command_line import specpilot
 from tests.helpers.fake_server import Behaviour
 from tests.specpilot.loop.setting import fake_setting, text_of
-from tests.specpilot.test_cli import specpilot
 
 STOCK = Behaviour(round_s=0.016)
 
@@ -77,15 +77,15 @@ def test_the_profile_is_of_the_deployments_load(rested: Path, monkeypatch: pytes
         load = context.deployment.regime.model_copy(update={"concurrency": 3})
         context.deployment = context.deployment.model_copy(update={"regime": load})
         asked: list[int] = []
-        run_leg = observe.run_leg
+        run_under_load = observe.run_under_load
 
-        def listen(server, prompts, **options):
-            asked.append(options["concurrency"])
-            leg = run_leg(server, prompts, **options)
+        def listen(server, prompts, load, tokens, side):
+            asked.append(load.concurrency)
+            leg = run_under_load(server, prompts, load, tokens, side)
             assert len(prompts) == 1 or in_flight(leg) > 2.0
             return leg
 
-        monkeypatch.setattr(observe, "run_leg", listen)
+        monkeypatch.setattr(observe, "run_under_load", listen)
         with context.engine(context.trees.first_commit, "stock", "profiled") as server:
             table = observe.profile_engine(context, "profiled", server)
     assert asked == [3, 3, 3] and table.hardware["regime"]["requests"] == 3
