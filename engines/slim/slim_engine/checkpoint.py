@@ -22,16 +22,18 @@ class Weights:
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():
                         self._tensors[name] = file.get_tensor(name)
-            except SafetensorError as error:
-                raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} is damaged or no safetensors file: {error}; fetch the checkpoint again"
+                ) from error
 
     def matrix(self, name: str, *shape: int) -> torch.Tensor:
         """Tensor `name`, BF16 as every matrix of a served checkpoint is. Raises CheckpointError for name, shape or dtype."""
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"{self.folder}: no tensor {name}")
+            raise CheckpointError(f"{self.folder}: no tensor {name}; fetch the checkpoint again")
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
+            raise CheckpointError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, config.json says {shape}; fetch the checkpoint again")
         if tensor.dtype != torch.bfloat16:
             raise CheckpointError(f"{self.folder}: {name} is {tensor.dtype}; convert the checkpoint to BF16 first")
         return tensor
@@ -45,7 +47,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of `folder`, sorted. Raises CheckpointError if there are none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder} holds no .safetensors file")
+        raise CheckpointError(f"{folder} holds no .safetensors file; fetch the checkpoint again")
     return files
 
 

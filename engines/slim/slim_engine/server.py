@@ -22,6 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as HttpError
 
+from slim_engine.agreement import checked
 from slim_engine.errors import RequestError, SlimError
 from slim_engine.identity import Identity
 from slim_engine.loading import EngineOptions, load
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = EngineOptions(
         args.target, args.drafter, args.compute, not args.no_speculation, args.max_len, args.max_requests
     )
-    thread = EngineThread(lambda: Scheduler(load(options)), args.threads)
+    thread = EngineThread(lambda: Scheduler(load(checked(options))), args.threads)
     try:
         scheduler = thread.start()
         service = Service(
