@@ -84,13 +84,15 @@ class _Session:
         """Errors inside the block count against `side`."""
         return blame_candidate() if side == "candidate" else nullcontext()
 
-    def warm_up(self, prompts: Iterator[Prompt]) -> None:
-        """The same kind of requests as the timed ones, on other prompts; leaves both sides frozen."""
+    def warm_up(self, prompts: Iterator[Prompt], on_warm: Callable[[Leg], None] | None) -> None:
+        """The same kind of requests as the timed ones, on other prompts; leaves both sides frozen. `on_warm` sees the candidate's."""
         for side, server in self.servers.items():
             batch = _draw(prompts, self.regime.concurrency)
             other, idle = self._resting(side)
             with self._untouched(other, idle), self.blamed(side), server.active():
-                figures.run_under_load(server, batch, self.regime, min(WARM_UP_TOKENS, self.tokens), side)
+                leg = figures.run_under_load(server, batch, self.regime, min(WARM_UP_TOKENS, self.tokens), side)
+            if side == "candidate" and on_warm is not None:
+                on_warm(leg)
             self.spent = batch[0]
 
     def pair(self, batch: list[Prompt], order: tuple[str, str]) -> bool:
@@ -184,6 +186,7 @@ def compare(
     *,
     regime: Regime,
     on_pair: Callable[[PairEvent], None] | None = None,
+    on_warm: Callable[[Leg], None] | None = None,
     noise_sd: float | None = None,
     max_seconds: float | None = None,
 ) -> tuple[Comparison, list[Leg]]:
@@ -193,7 +196,7 @@ def compare(
 
     Both servers must be started and stay usable (thawed) afterwards. `alpha` is this comparison's share of the run's
     error rate (`stats.level_for`); `noise_sd` the standard deviation of one pair's log-ratio from an A/A run, for
-    `Comparison.detectable`. Returned legs alternate by pair and hold every timed token of both sides.
+    `Comparison.detectable`. `on_warm` sees the candidate's answers before the first pair and may refuse it. Returned legs alternate by pair and hold every timed token of both sides.
     Decision: `gain` if the whole interval is above 1, the ratio is at least `settings.min_effect` and the saved time is
     seen from submission to end too; `loss` if the interval is below 1; else `null`.
     Raises CandidateFailed, EngineError (base), InfrastructureError.
@@ -212,7 +215,7 @@ def compare(
                 require_unchanged(base, base.scheduled)
                 require_uncalled(base)
             strangers = other_engines()
-            session.warm_up(prompts)
+            session.warm_up(prompts, on_warm)
             decode = _measure(session, prompts, settings, alpha, on_pair, began, max_seconds)
         finally:
             for server in (base, candidate):

@@ -21,6 +21,22 @@ def leg_rounds(leg: Leg) -> float:
     return float(sum(g.rounds or 0 for g in leg.generations)) / max(leg.concurrency, 1)
 
 
+def check_counters_exist(claim: Claim, leg: Leg) -> Check:
+    """Each claimed counter is one that the engine states after it has decoded a little.
+
+    A misspelt name proves nothing, however long the engine is timed: asked of the warm-up, before the first pair.
+    """
+    unknown = [counter for counter in claim.counters if counter not in leg.counters]
+    told = ", ".join(f"'{counter}'" for counter in unknown)
+    return Check(
+        name="engagement.counters-exist",
+        passed=not unknown,
+        detail=f"the engine has no counter {told}; it states: {', '.join(sorted(leg.counters)) or 'none'}"
+        if unknown
+        else f"{len(claim.counters)} claimed",
+    )
+
+
 def check_engaged(claim: Claim, legs: Sequence[Leg], share: float) -> Check:
     """Each claimed counter grew in every timed candidate leg, `share` times per decode round or more over all of them.
 

@@ -18,6 +18,7 @@ from specpilot.evaluation.prompts import Prompt
 from specpilot.evaluation.server import EngineServer
 from specpilot.evaluation.stats import level_for, sample_sd
 from specpilot.gate.diffcheck import check_diff
+from specpilot.gate.engagement import check_counters_exist
 from specpilot.gate.hidden import eos_token_ids, run_hidden_pass, vocab_size
 from specpilot.gate.policy import policy_of
 from specpilot.gate.records import DiffReport, HiddenPass, SelfTestResult
@@ -117,6 +118,11 @@ def _compare(
     def on_pair(event: PairEvent) -> None:
         context.view.event("pair", {"attempt": candidate.attempt_id, **event.model_dump()})
 
+    def on_warm(leg: Leg) -> None:
+        check = check_counters_exist(candidate.claim, leg)
+        if not check.passed:
+            raise CandidateFailed(Reason.not_engaged, f"{check.name}: {check.detail}")
+
     comparison, legs = compare(
         base,
         started,
@@ -125,6 +131,7 @@ def _compare(
         level,
         regime=context.deployment.regime,
         on_pair=on_pair,
+        on_warm=on_warm,
         noise_sd=_noise(context),
         max_seconds=context.deployment.measurement.max_seconds,
     )

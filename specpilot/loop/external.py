@@ -6,6 +6,8 @@ round). The outsider meets the same gate as everybody.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from specpilot.loop.records import Assessment, Merged
 from specpilot.loop.state import head_of, merged_mechanisms, present_gaps
 from specpilot.run_lock import RunLock
 
+MOST_SEARCHED = 1 << 23
+"""Bytes of a file in which a counter's name is looked for."""
 JUDGED_ON = {AttemptState.submitted, AttemptState.measured, AttemptState.gated, AttemptState.accepted}
 """States in which an attempt is owed something: what was measured is in the journal and is not measured again."""
 
@@ -53,7 +57,7 @@ def open_attempt(context: RunContext, component: str, task: str) -> tuple[str, P
             f"{row.id} ({row.component}): {row.reason}: {row.detail[:160]}"
             for row in context.journal.attempts(state=AttemptState.rejected)
         ],
-        known_counters=context.spec.counters,
+        known_counters=known_counters(context),
     )
     (worktree.parent / f"{attempt_id}.brief.txt").write_text(brief, encoding="utf-8")
     return attempt_id, worktree, brief
@@ -76,6 +80,7 @@ def submit_attempt(context: RunContext, attempt_id: str, claim_file: Path) -> As
         )
     submission = parse_claim(claim_file)
     _require_memorable(context, submission.remember)
+    _require_countable(context, submission.claim, context.trees.worktrees / attempt_id)
     base = str(row.data["base_commit"])
     commit = context.trees.commit_all(attempt_id, submission.claim.hypothesis.splitlines()[0][:72])
     if commit == base:
@@ -96,6 +101,38 @@ def submit_attempt(context: RunContext, attempt_id: str, claim_file: Path) -> As
     data = {"candidate": candidate.model_dump(mode="json"), "remember": remember}
     advance(context, attempt_id, AttemptState.submitted, data=data)
     return _judge_or_wait(context, candidate)
+
+
+def known_counters(context: RunContext) -> list[str]:
+    """Counters that the best engine has: what `engine.toml` declares, and what the merged changes proved themselves by."""
+    names = dict.fromkeys(context.spec.counters)
+    for row in context.journal.attempts(state=AttemptState.merged):
+        names |= dict.fromkeys(((row.data.get("candidate") or {}).get("claim") or {}).get("counters") or [])
+    return list(names)
+
+
+def _require_countable(context: RunContext, claim: ClaimDraft, worktree: Path) -> None:
+    """Raises UsageError, while the claim can still be mended, for a counter that no file of the attempt's engine could count."""
+    known = known_counters(context)
+    for counter in dict.fromkeys(claim.counters):
+        if counter not in known and not occurs(counter, worktree):
+            near = difflib.get_close_matches(counter, known, 1)
+            raise UsageError(
+                f"the claim names the counter {counter!r}, which the engine does not have: its name is in no file of {worktree}",
+                (f"did you mean {near[0]!r}? " if near else "")
+                + f"known: {', '.join(known)}; a new one is counted, and its name spelt out, in your code.",
+            )
+
+
+def occurs(text: str, folder: Path) -> bool:
+    """Whether a regular file of an ordinary size under `folder`, git's own aside, holds `text`."""
+    wanted = text.encode()
+    for path in folder.rglob("*"):
+        if ".git" not in path.relative_to(folder).parts and not path.is_symlink() and path.is_file():
+            with contextlib.suppress(OSError):
+                if path.stat().st_size <= MOST_SEARCHED and wanted in path.read_bytes():
+                    return True
+    return False
 
 
 def _require_memorable(context: RunContext, wanted: MechanismDraft | None) -> None:

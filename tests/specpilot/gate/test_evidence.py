@@ -22,6 +22,16 @@ EOS = {0}
 # -- accounting
 
 
+def test_a_counter_that_the_engine_never_heard_of_is_named() -> None:
+    warm = leg([generation([1, 2])])
+    assert engagement.check_counters_exist(claim(counters=["rounds"]), warm).passed
+    assert engagement.check_counters_exist(claim(counters=[]), warm).passed
+    misspelt = engagement.check_counters_exist(claim(counters=["rounds", "fast_pth"]), warm)
+    assert not misspelt.passed and "no counter 'fast_pth'" in misspelt.detail and "round_batches" in misspelt.detail
+    still = warm.model_copy(update={"counters": {"rounds": 0.0}})
+    assert engagement.check_counters_exist(claim(counters=["rounds"]), still).passed, "rare is not unknown"
+
+
 def test_claimed_tokens_must_equal_counted_ids() -> None:
     assert accounting.check_claimed_tokens([generation([1, 2])]).passed
     assert not accounting.check_claimed_tokens([generation([1, 2]), generation([1, 2], claimed_tokens=3)]).passed

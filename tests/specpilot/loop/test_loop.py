@@ -35,6 +35,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         remember(store, "slower", patch_between(STOCK, SLOWER))
         there_and_back = patch_between(STOCK, FASTER) + patch_between(FASTER, STOCK)
         remember(store, "nothing", there_and_back)
+        remember(store, "uncounted", patch_between(STOCK, replace(STOCK, round_s=0.005)), counters=["nobody_has_it"])
         remember(store, "gone", patch_between(replace(STOCK, salt="x", round_s=3), replace(STOCK, salt="y", round_s=4)))
     outcome = optimize(deployment, folder / "run", plain=True, memory=memory)
     assert outcome.stop is StopReason.rounds_done
@@ -50,6 +51,11 @@ def test_each_candidate_meets_its_known_fate(ended: Path) -> None:
     assert fate["slower"] == (AttemptState.rejected, Reason.no_gain)
     assert fate["nothing"] == (AttemptState.rejected, Reason.empty_diff)
     assert fate["gone"] == (AttemptState.rejected, Reason.does_not_apply)
+    assert fate["uncounted"] == (AttemptState.rejected, Reason.not_engaged)
+    (uncounted,) = [row for row in journal.attempts() if row.data["mechanism"] == "uncounted"]
+    assert "no counter 'nobody_has_it'" in uncounted.detail
+    timed = {event.data["attempt"] for event in journal.events(kind="comparison")}
+    assert uncounted.id not in timed and len(timed) >= 3, "found in the warm-up, before a pair was spent on it"
 
 
 def test_measured_gain_is_the_planted_one(ended: Path) -> None:
@@ -91,8 +97,8 @@ def test_memory_holds_what_was_found(ended: Path) -> None:
     assert found["half-the-round"].effects[0].ratio > 1.3
     assert found["slower"].effects[0].reason == "no-gain"
     assert found["lossy"].effects[0].reason == "token-mismatch"
-    assert (stats.recalled, stats.tried, stats.accepted) == (5, 3, 1)
-    assert (told.recalled, told.tried, told.accepted) == (5, 3, 1), "report and memory count alike"
+    assert (stats.recalled, stats.tried, stats.accepted) == (6, 4, 1)
+    assert (told.recalled, told.tried, told.accepted) == (6, 4, 1), "report and memory count alike"
 
 
 def test_resuming_an_ended_run_repeats_nothing(ended: Path) -> None:

@@ -16,6 +16,7 @@ from specpilot.errors import UsageError
 from specpilot.gate.timing import in_flight
 from specpilot.journal import Journal
 from specpilot.loop import budget, observe, rounds
+from specpilot.loop.attempts import advance
 from specpilot.loop.external import finish_judging, open_attempt, submit_attempt
 from specpilot.loop.rounds import _assess_all, run_round, waiting_outsiders
 from specpilot.loop.run import open_run, optimize, resume
@@ -221,6 +222,36 @@ def test_claims_that_the_memory_could_not_keep_are_refused_before_anything_is_me
             submit_attempt(context, attempt, claim)
     with open_run(rested) as context:
         assert context.journal.attempt(attempt).state is AttemptState.working
+
+
+def test_a_counter_that_no_file_names_is_refused_while_the_claim_can_be_mended(rested: Path, tmp_path: Path) -> None:
+    """The brief lists what merged changes added beside what `engine.toml` declares; a misspelt name is told at once."""
+    with open_run(rested) as context:
+        declared = list(context.spec.counters)
+        merged = {"candidate": {"claim": {"counters": ["fast_rows", declared[0]]}}}
+        context.journal.create_attempt("x-merged", round=0, worker="external", component="*", data=merged)
+        advance(context, "x-merged", AttemptState.merged)
+        attempt, worktree, brief = open_attempt(context, "*", "try")
+        assert f"Counters that exist: {', '.join([*declared, 'fast_rows'])}. You may" in brief
+    claim = tmp_path / "claim.yaml"
+
+    def refused(counter: str) -> str:
+        claim.write_text(yaml.safe_dump({"component": "*", "hypothesis": "Counted.", "counters": [counter]}))
+        with open_run(rested) as context:
+            try:
+                submit_attempt(context, attempt, claim)
+            except UsageError as error:
+                return f"{error.message} {error.hint}"
+        return ""
+
+    told = refused("fast_row")
+    assert "the counter 'fast_row', which the engine does not have" in told and "did you mean 'fast_rows'?" in told
+    assert "changes nothing" in refused(declared[0]), "known: the next thing to be told is that nothing was edited"
+    assert "changes nothing" in refused("fast_rows")
+    assert "changes nothing" in refused("token_s"), "a word of the engine's own files may be a counter"
+    with open_run(rested) as context:
+        assert context.journal.attempt(attempt).state is AttemptState.working
+        context.journal.move_attempt("x-merged", AttemptState.superseded)
 
 
 def test_a_patch_that_the_memory_cannot_hold_is_measured_all_the_same(rested: Path, tmp_path: Path) -> None:
