@@ -49,13 +49,15 @@ def rich_table(table: GapTable, *, title: str | None = None) -> RenderableType:
 
 
 def summary(table: GapTable) -> str:
-    """One line: round, bound, rates."""
+    """Round times, each with how it was measured, and bound with rates: a line for each."""
     at_bound = f"bound {table.bound_ms:.2f} ms a round, {table.tokens_per_s_at_bound:.1f} tokens/s"
     if not table.round_ms:
         return f"{at_bound} at accepted length {table.accepted_length:.2f}"
     return (
-        f"round {table.round_ms:.2f} ms, {table.tokens_per_s:.1f} tokens/s at accepted length "
-        f"{table.accepted_length:.2f}; {at_bound}; {table.share_of_bound:.0%} of the bound"
+        f"round timed, tracing off: {table.round_ms:.2f} ms, {table.tokens_per_s:.1f} tokens/s "
+        f"at accepted length {table.accepted_length:.2f}\n"
+        f"round profiled, tracing on: {table.profiled_ms:.2f} ms, the components' sum\n"
+        f"{at_bound}; {table.share_of_bound:.0%} of the bound"
     )
 
 
