@@ -17,7 +17,11 @@ from specpilot.contracts import AttemptState, StopReason
 from specpilot.errors import SpecPilotError
 from specpilot.journal import AttemptRow, Journal
 from specpilot.paths import JOURNAL_NAME, all_runs, find_run, runs_dir
+from specpilot.report.state import lines_of
 from specpilot.run_lock import RunLock
+
+LAST_LINES = 5
+"""Lines of the journal that `status` ends with."""
 
 
 def register(app: typer.Typer) -> None:
@@ -44,8 +48,9 @@ def status(run: RunName = "latest") -> None:
     if attempts:
         out.print(attempt_table(attempts))
     out.print(f"seal      {journal.seal_head} (of everything in the journal as it stands)", soft_wrap=True)
-    for event in journal.events()[-5:]:
-        out.print(f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event.kind} {escape(_short(event.data))}")
+    told = list(lines_of((event.at, event.kind, event.data) for event in journal.events()))
+    for at, _, line in told[-LAST_LINES:]:
+        out.print(f"{time.strftime('%H:%M:%S', time.localtime(at))} {escape(line)}", soft_wrap=True)
     journal.close()
 
 
@@ -92,17 +97,15 @@ def deployment_name(journal: Journal) -> str:
 
 
 def attempt_table(attempts: list[AttemptRow]) -> Table:
-    """Attempts and where they stand."""
+    """Attempts and where they stand, each with its mechanism (or, where it has none yet, what it tries)."""
+    from specpilot.loop.state import mechanism_of  # the loop is slow to import: only who lists attempts waits for it
+
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("attempt", "round", "worker", "component", "state", "why"):
+    for column in ("attempt", "mechanism", "component", "state", "why"):
         table.add_column(column, overflow="fold")
     for row in attempts:
         why = f"{row.reason}: {row.detail}" if row.reason else row.detail
-        cells = (row.id, str(row.round), row.worker, row.component, str(row.state), why[:100])
+        name = mechanism_of(row) or str(row.data.get("task") or "-")
+        cells = (row.id, name[:80], row.component, str(row.state), why[:100])
         table.add_row(*(escape(cell) for cell in cells))
     return table
-
-
-def _short(data: dict[str, Any]) -> str:
-    text = " ".join(f"{key}={value}" for key, value in data.items())
-    return text if len(text) <= 120 else text[:117] + "..."

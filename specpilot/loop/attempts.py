@@ -77,4 +77,5 @@ def _show(context: RunContext, attempt_id: str) -> None:
         reason=row.reason.value if row.reason else None,
         detail=row.detail,
         mechanism=mechanism_of(row),
+        task=row.data.get("task"),
     )

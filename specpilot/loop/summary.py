@@ -8,7 +8,7 @@ from typing import Any
 
 from specpilot.contracts import AttemptState, Calibration, GapTable
 from specpilot.gate.records import SelfTestResult
-from specpilot.journal import AttemptRow, Event
+from specpilot.journal import AttemptRow
 from specpilot.loop.context import RunContext
 from specpilot.loop.leave_one_out import WORKER
 from specpilot.loop.records import LeftOut
@@ -25,6 +25,8 @@ from specpilot.report.data import (
     SelfTest,
     Step,
 )
+from specpilot.report.state import lines_of
+from specpilot.words import count
 
 SHOWN_EVENTS = ("phase", "merge", "left-out", "note", "trial")
 
@@ -64,7 +66,7 @@ def report_data(context: RunContext) -> ReportData:
         self_test=_self_test(context),
         memory=memory_use(rows, steps),
         trials=len(journal.events(kind="trial")),
-        events=[Moment(at=e.at, kind=e.kind, text=_words(e)) for e in journal.events() if e.kind in SHOWN_EVENTS],
+        events=_moments(context),
         commands=_commands(context),
         notes=_notes(context),
         run_dir=str(context.run_dir),
@@ -176,8 +178,8 @@ def _summary(context: RunContext) -> str:
     sampling = "greedy" if regime.temperature == 0 else f"temperature {regime.temperature:g}"
     return (
         f"Target {context.identity.architecture} ({context.identity.target_sha256[:12]}), "
-        f"drafter {deployment.drafter.method.value}, {regime.concurrency} request(s) at a time, "
-        f"{deployment.timed_tokens()} timed tokens per answer, {sampling}."
+        f"drafter {deployment.drafter.method.value}, {count(regime.concurrency, 'request')} at a time, "
+        f"{count(deployment.timed_tokens(), 'timed token')} per answer, {sampling}."
     )
 
 
@@ -198,15 +200,7 @@ def _commands(context: RunContext) -> list[Command]:
     ]
 
 
-def _words(event: Event) -> str:
-    data = event.data
-    if event.kind == "phase":
-        return f"{data.get('name')}: {data.get('detail')}"
-    if event.kind == "merge":
-        outcome = "merged" if data.get("merged") else f"left out ({data.get('reason')})"
-        return f"{data.get('mechanism') or data.get('attempt_id')}: {outcome}"
-    if event.kind == "left-out":
-        return f"{data.get('name')}: {data.get('outcome')} {data.get('detail') or ''}".strip()
-    if event.kind == "trial":
-        return f"search tried {data.get('values')}: {data.get('ratio')}"
-    return str(data.get("text", ""))
+def _moments(context: RunContext) -> list[Moment]:
+    """The journal's events worth a line in the report, in the live view's words."""
+    told = lines_of((event.at, event.kind, event.data) for event in context.journal.events())
+    return [Moment(at=at, kind=kind, text=text) for at, kind, text in told if kind in SHOWN_EVENTS]

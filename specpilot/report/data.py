@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from specpilot.contracts import Calibration, Comparison, GapTable, Verdict
+from specpilot.report.state import both
+from specpilot.words import count
 
 NOISY_SD = 0.10
 """Standard deviation of one A/A pair's log-ratio above which a session is called noisy."""
@@ -71,10 +73,16 @@ class Step(Part):
         """What to call it."""
         return self.mechanism or self.component or self.attempt_id
 
+    @property
+    def names(self) -> str:
+        """Attempt and mechanism together, as in status and journal."""
+        return both(self.attempt_id, self.name)
+
 
 class Again(Part):
     """One merged change, re-tested by leaving it out of the final engine (`loop.records.LeftOut`)."""
 
+    attempt_id: str = ""
     name: str
     outcome: str
     detail: str = ""
@@ -82,6 +90,11 @@ class Again(Part):
     """The final engine over the one without it."""
     low: float | None = None
     high: float | None = None
+
+    @property
+    def names(self) -> str:
+        """Attempt and mechanism together."""
+        return both(self.attempt_id, self.name)
 
     @property
     def words(self) -> str:
@@ -245,7 +258,7 @@ class ReportData(Part):
         if sd > NOISY_SD:
             told.append(
                 f"the unchanged engine against itself wandered by {math.expm1(sd):.0%} from pair to pair "
-                f"(one standard deviation of {len(logs)} pairs)"
+                f"(one standard deviation of {count(len(logs), 'pair')})"
             )
         total = self.ratio("final", "stock")
         if total is not None and _wide(total):
@@ -253,6 +266,40 @@ class ReportData(Part):
                 f"final over stock, {total.ratio:.2f}x, is only known to lie between {total.low:.2f} and {total.high:.2f}"
             )
         return "; ".join(told) + ": run it again on a quieter machine for closer figures" if told else ""
+
+    @property
+    def closing_round_ms(self) -> float | None:
+        """Milliseconds of the final engine's decode round in the closing session: accepted length over decode rate.
+
+        None where the load is several requests at a time (a round is shared then) or nothing was measured.
+        """
+        final, table = self.figure("final"), self.gaps_after
+        requests = ((table.hardware if table else {}).get("regime") or {}).get("requests", 1)
+        if not self.closed or requests != 1 or final is None or not final.accepted_length:
+            return None
+        return 1e3 * final.accepted_length / final.decode_tokens_per_s
+
+    @property
+    def rounds_told(self) -> list[str]:
+        """Which round times there are of one engine, and why they differ; one sentence each, none without a profile."""
+        before, after = self.gaps_before, self.gaps_after
+        tables = [(name, table) for name, table in (("stock", before), ("final", after)) if table and table.round_ms]
+        if not tables:
+            return []
+        timed = " and ".join(f"{table.round_ms:.1f} ms for {name}" for name, table in tables)
+        traced = " and ".join(f"{table.profiled_ms:.1f} ms for {name}" for name, table in tables)
+        told = [
+            f"Timed, tracing off: {timed}. The share of the bound is of this time.",
+            f"Profiled, tracing on: {traced}, the sum of the components. It differs because writing the trace takes time "
+            "and each component is the median over rounds; compare components by their shares.",
+        ]
+        if self.closing_round_ms is not None:
+            told.append(
+                f"Timed in the closing session: {self.closing_round_ms:.1f} ms for final (accepted length over decode rate). "
+                "It differs because other prompts were asked at another moment: medians over hidden prompts there, "
+                "a few tuning prompts here."
+            )
+        return told
 
     @property
     def roofs(self) -> list[str]:

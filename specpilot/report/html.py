@@ -19,6 +19,7 @@ from specpilot.errors import disk_full_named
 from specpilot.report.charts import forest, roofline
 from specpilot.report.data import Fate, ReportData
 from specpilot.report.state import clock
+from specpilot.words import count
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(times=_times, span=_span, when=_when, clock=clock, fixed=_fixed, percent=_percent)
+    environment.filters.update(
+        times=_times, span=_span, when=_when, clock=clock, fixed=_fixed, percent=_percent, count=count
+    )
     return environment
 
 
@@ -104,7 +107,7 @@ def waterfall(data: ReportData) -> list[Bar]:
     level = 1.0
     for step in data.steps:
         kind = "gain" if step.gain >= 1 else "loss"
-        spans.append((step.name, kind, level, level * step.gain, _times(step.gain), _span(step.low, step.high)))
+        spans.append((step.names, kind, level, level * step.gain, _times(step.gain), _span(step.low, step.high)))
         level *= step.gain
     if total is not None:
         rest = total.ratio / level

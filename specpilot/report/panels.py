@@ -140,7 +140,10 @@ def gap_rows(state: RunState, limit: int) -> RenderableType | None:
             Text("█" * max(1, round(share * 24)) if share else "", style="cyan"),
             ratio(row.get("expected_gain")),
         )
-    bound = f"round {number(state.gaps.get('round_ms'), '.1f')} ms, {number(state.gaps.get('share_of_bound'), '.0%')} of the bound"
+    bound = (
+        f"components profiled, tracing on; round {number(state.gaps.get('round_ms'), '.1f')} ms timed, tracing off, "
+        f"{number(state.gaps.get('share_of_bound'), '.0%')} of the bound"
+    )
     warnings = [Text(f"warning: {w}", style="yellow") for w in (state.gaps.get("warnings") or [])[:2]]
     return Group(grid, Text(bound, style="dim"), *warnings)
 

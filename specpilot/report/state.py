@@ -6,10 +6,17 @@ Every field of an event is optional to the reader: an unknown kind or a missing 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from specpilot.words import count
+
 LAST_EVENTS = 8
+TASK_LETTERS = 60
+"""An attempt that no mechanism names is called by so much of its task."""
+MALFORMED = (TypeError, ValueError, KeyError, AttributeError, IndexError)
+"""What reading an event of an unforeseen form can raise."""
 
 
 @dataclass
@@ -21,6 +28,7 @@ class AttemptLine:
     worker: str = ""
     component: str = ""
     mechanism: str | None = None
+    task: str = ""
     state: str = "planned"
     reason: str | None = None
     detail: str = ""
@@ -29,6 +37,8 @@ class AttemptLine:
     high: float | None = None
     pairs: str = ""
     """Progress of a comparison under way, like `3/12`."""
+    told: set[str] = field(default_factory=set)
+    """States and reasons that a line of this attempt has told already, in other words."""
 
 
 @dataclass
@@ -49,7 +59,7 @@ class RunState:
     baselines: dict[str, dict[str, Any]] = field(default_factory=dict)
     ratios: list[dict[str, Any]] = field(default_factory=list)
     merged: list[tuple[str, float | None, float | None, float | None]] = field(default_factory=list)
-    """Name, gain of the step, interval."""
+    """Attempt and mechanism, gain of the step, interval."""
     budget: dict[str, Any] = field(default_factory=dict)
     events: list[tuple[float, str]] = field(default_factory=list)
     done: dict[str, Any] | None = None
@@ -83,8 +93,9 @@ class RunState:
             f"near-tie up to {number(data.get('epsilon'), '.4f')} nats, at most "
             f"{number(data.get('near_tie_rate_limit'), '.2%')} of positions"
         )
+        positions = count(data.get("positions", "?"), "position")
         return [
-            f"calibration: {self.calibration} ({data.get('positions', '?')} positions of the reference against itself)",
+            f"calibration: {self.calibration} ({positions} of the reference against itself)",
             *([f"baseline against the reference: {data['baseline_note']}"] if data.get("baseline_note") else []),
         ]
 
@@ -119,16 +130,26 @@ class RunState:
         ]
 
     def _prompts(self, data: dict[str, Any]) -> list[str]:
-        self.detail = f"{data.get('done', '?')} of {data.get('of', '?')} prompts answered by every engine"
+        self.detail = f"{data.get('done', '?')} of {count(data.get('of', '?'), 'prompt')} answered by every engine"
         return [f"{self.phase}: {self.detail}"]
+
+    def _doing(self, data: dict[str, Any]) -> list[str]:
+        self.detail = str(data.get("text", ""))
+        return [f"{self.phase}: {self.detail}"] if self.detail else []
+
+    def _extended(self, data: dict[str, Any]) -> list[str]:
+        minutes, rounds = data.get("wall_clock_minutes"), data.get("rounds")
+        told = [] if minutes is None else [f"{float(minutes):.1f} minutes"]
+        told += [] if rounds is None else [count(rounds, "round")]
+        return [f"given more: the run may take {' and '.join(told)} in all"] if told else []
 
     def _gaps(self, data: dict[str, Any]) -> list[str]:
         self.gaps = data
         rows = sorted(data.get("rows") or [], key=lambda row: -row.get("recoverable_ms", 0.0))[:3]
         most = ", ".join(f"{r['component']} {r['recoverable_ms']:.1f} ms" for r in rows)
         return [
-            f"profile: round {number(data.get('round_ms'), '.1f')} ms, {number(data.get('share_of_bound'), '.0%')} of the "
-            f"bound; most recoverable: {most or 'nothing'}",
+            f"profile: round {number(data.get('round_ms'), '.1f')} ms timed (tracing off), "
+            f"{number(data.get('share_of_bound'), '.0%')} of the bound; most recoverable, profiled (tracing on): {most or 'nothing'}",
             *(f"profile warning: {warning}" for warning in data.get("warnings") or []),
         ]
 
@@ -139,13 +160,18 @@ class RunState:
     def _attempt(self, data: dict[str, Any]) -> list[str]:
         line = self._line(data)
         before = (line.state, line.reason)
-        for key in ("round", "worker", "component", "mechanism", "state", "reason", "detail"):
+        for key in ("round", "worker", "component", "mechanism", "task", "state", "reason", "detail"):
             if data.get(key) is not None:
                 setattr(line, key, data[key])
         if (line.state, line.reason) == before and line.state != "planned":
             return []
+        if line.state in TOLD_OTHERWISE or (line.state == "working" and line.worker != "external"):
+            return []
+        if line.state == "accepted" and "passed" in line.told:
+            return []
         why = f" ({line.reason})" if line.reason else ""
-        told = f": {line.detail.splitlines()[0]}" if line.reason and line.detail else ""
+        new = line.reason and line.reason not in line.told
+        told = f": {line.detail.splitlines()[0]}" if new and line.detail else ""
         return [f"{label(line)}: {line.state}{why}{told}"]
 
     def _pair(self, data: dict[str, Any]) -> list[str]:
@@ -158,28 +184,29 @@ class RunState:
         line = self._line(data)
         line.pairs = ""
         line.gain, line.low, line.high = data.get("ratio"), data.get("low"), data.get("high")
+        line.told.add("no-gain")
         return [
             f"{label(line)}: measured {ratio(line.gain)} {interval(line.low, line.high)}, {data.get('decision', '?')} "
-            f"after {len(data.get('pairs') or [])} pairs"
+            f"after {count(len(data.get('pairs') or []), 'pair')}"
         ]
 
     def _verdict(self, data: dict[str, Any]) -> list[str]:
         line = self._line(data)
+        line.told.add("passed" if data.get("passed") else str(data.get("reason")))
         if data.get("passed"):
-            told = (
-                f"passed: {data.get('positions', 0)} tokens forced, {data.get('exact', 0)} exact, "
-                f"{data.get('near_ties', 0)} near-ties, {data.get('violations', 0)} violations"
-            )
+            told = f"passed: {tally(data)}"
         else:
             told = f"REJECTED ({data.get('reason')}): {str(data.get('detail', '')).splitlines()[0] if data.get('detail') else ''}"
         return [f"{label(line)}: gate {told}"]
 
     def _merge(self, data: dict[str, Any]) -> list[str]:
         line = self._line(data)
-        name = str(data.get("mechanism") or line.mechanism or line.id)
+        line.mechanism = data.get("mechanism") or line.mechanism
+        name = label(line)
         if not data.get("merged"):
             return [f"merge {name}: left out ({data.get('reason')})"]
-        if name not in [merged for merged, _, _, _ in self.merged]:
+        if "merged" not in line.told:
+            line.told.add("merged")
             self.merged.append((name, data.get("gain"), data.get("low"), data.get("high")))
         told = f"{ratio(data.get('gain'))} {interval(data.get('low'), data.get('high'))}"
         return [f"merge {name}: {told}, so far {self.total_gain:.2f}x"]
@@ -191,10 +218,11 @@ class RunState:
             else ""
         )
         why = f" ({data['detail']})" if data.get("detail") else ""
-        return [f"left out {data.get('name', '?')}: {told}{str(data.get('outcome', '?')).replace('-', ' ')}{why}"]
+        name = both(str(data.get("attempt_id") or ""), str(data.get("name", "?")))
+        return [f"left out {name}: {told}{str(data.get('outcome', '?')).replace('-', ' ')}{why}"]
 
     def _trial(self, data: dict[str, Any]) -> list[str]:
-        values = " ".join(f"{key}={value}" for key, value in (data.get("values") or {}).items())
+        values = setting(data.get("values") or {})
         got = "failed" if data.get("ratio") is None else ratio(data["ratio"])
         return [f"{data.get('worker', 'search')} {data.get('arm', '')} {values}: {got}".replace("  ", " ")]
 
@@ -220,9 +248,42 @@ class RunState:
         return [f"done: {data.get('stop', '')}"] + ([f"report: {data['report']}"] if data.get("report") else [])
 
 
+TOLD_OTHERWISE = ("measured", "gated", "merged")
+"""States whose news the events `comparison`, `verdict` and `merge` tell."""
+
+
+def lines_of(events: Iterable[tuple[float, str, dict[str, Any]]]) -> Iterator[tuple[float, str, str]]:
+    """Events of a journal (seconds since the epoch, kind, fields) in words: time, kind and line, none for mere progress."""
+    state = RunState()
+    for at, kind, data in events:
+        try:
+            lines = state.apply(kind, data)
+        except MALFORMED:
+            lines = []
+        yield from ((at, kind, line) for line in lines)
+
+
 def label(line: AttemptLine) -> str:
-    """How an attempt is called in a line of text."""
-    return f"{line.id} {line.mechanism or line.component}".strip()
+    """How an attempt is called in a line of text: its id, and its mechanism; before it has one, its task or component."""
+    task = line.task if len(line.task) <= TASK_LETTERS else line.task[: TASK_LETTERS - 3] + "..."
+    own = task if line.worker == "search" else ""
+    return both(line.id, line.mechanism or own or line.component)
+
+
+def both(attempt: str, name: str) -> str:
+    """An attempt's two names: `r3-search-1 set-prefill-chunk-38`; the one that there is, where the other is missing or the same."""
+    return " ".join(dict.fromkeys(word for word in (attempt, name) if word))
+
+
+def setting(values: dict[str, Any]) -> str:
+    """Tunables and their values, like `verify_drafts=4 pack_rows=8`."""
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def tally(found: dict[str, Any]) -> str:
+    """What token forcing counted, from the fields of `contracts.Verdict`."""
+    forced, ties = count(found.get("positions", 0), "token"), count(found.get("near_ties", 0), "near-tie")
+    return f"{forced} forced, {found.get('exact', 0):,} exact, {ties}, {count(found.get('violations', 0), 'violation')}"
 
 
 def number(value: Any, form: str) -> str:

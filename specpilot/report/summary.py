@@ -8,6 +8,7 @@ from rich.text import Text
 
 from specpilot.report.data import Ratio, ReportData
 from specpilot.report.state import clock, interval, number
+from specpilot.words import count
 
 
 def final_summary(data: ReportData) -> RenderableType:
@@ -79,7 +80,7 @@ def steps_table(data: ReportData) -> Table:
     grid.add_column("gain", justify="right")
     grid.add_column("interval")
     for step in data.steps:
-        grid.add_row(step.name, f"{step.gain:.3f}x", interval(step.low, step.high))
+        grid.add_row(step.names, f"{step.gain:.3f}x", interval(step.low, step.high))
     if data.unexplained is not None:
         grid.add_row(Text("not explained by the steps", style="dim"), f"{data.unexplained:.3f}x", "")
     return grid
@@ -94,29 +95,32 @@ def left_out_table(data: ReportData) -> Table:
     grid.add_column("", overflow="fold")
     for item in data.left_out:
         worth = f"{item.gain:.3f}x" if item.gain is not None else "-"
-        grid.add_row(item.name, worth, interval(item.low, item.high), item.words)
+        grid.add_row(item.names, worth, interval(item.low, item.high), item.words)
     return grid
 
 
 def facts(data: ReportData) -> list[str]:
     """Counts, gate, memory, stop reason."""
     merged = sum(a.state == "merged" for a in data.attempts)
-    lines = [f"attempts {len(data.attempts)}, merged {merged}, settings searched {data.trials}"]
+    tried = count(data.trials, "setting")
+    lines = [f"attempts {len(data.attempts)}, merged {merged}, {tried} searched"]
     if data.self_test is not None:
         caught = sum(c.caught for c in data.self_test.outcomes)
         lines.append(
-            f"gate     {caught} of {len(data.self_test.outcomes)} planted cheats rejected"
+            f"gate     {caught} of {count(len(data.self_test.outcomes), 'planted cheat')} rejected"
             + (f", A/A pair {data.self_test.null_ratio:.3f}x" if data.self_test.null_ratio else "")
         )
     forced = [a.verdict for a in data.attempts if a.verdict is not None and a.verdict.positions]
     if forced:
         lines.append(
-            f"forcing  {sum(v.positions for v in forced)} tokens forced through the reference over {len(forced)} candidates"
+            f"forcing  {count(sum(v.positions for v in forced), 'token')} forced through the reference "
+            f"over {count(len(forced), 'candidate')}"
         )
     if data.memory.recalled or data.memory.learned:
         helped = f", together {data.memory.gain:.2f}x" if data.memory.gain else ""
         lines.append(
-            f"memory   {data.memory.recalled} mechanisms recalled, {data.memory.tried} tried, {data.memory.merged} merged{helped}; {data.memory.learned} effects learned"
+            f"memory   {count(data.memory.recalled, 'mechanism')} recalled, {data.memory.tried} tried, "
+            f"{data.memory.merged} merged{helped}; {count(data.memory.learned, 'effect')} learned"
         )
     if data.noise:
         lines.append(f"noise    {data.noise}")

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from specpilot.report.panels import screen
-from specpilot.report.state import RunState, clock
+from specpilot.report.state import MALFORMED, RunState, clock
 from specpilot.report.summary import final_summary
 
 
@@ -32,13 +32,16 @@ class RunView:
     - `selftest-end`: passed, caught, cheats, null_ratio, null_low, null_high
     - `baseline`: variants {name: {decode_tokens_per_s, accepted_length, ...}}, ratios [{of, over, ratio, low, high}]
     - `gaps`: the fields of `contracts.GapTable`
-    - `attempt`: id, round, worker, component, mechanism, state, reason, detail
+    - `prompts`: done, of: how far a session of several engines is
+    - `doing`: text: what begins now and is silent for some seconds
+    - `attempt`: id, round, worker, component, mechanism, task, state, reason, detail
     - `pair`: attempt, pair, of, mean, low, high (progress of a comparison; prints no line)
     - `comparison`: attempt, and the fields of `contracts.Comparison`
     - `verdict`: attempt, and the fields of `contracts.Verdict`
     - `merge`: attempt_id, mechanism, merged, reason, gain, low, high
-    - `left-out`: name, outcome, gain, low, high, detail: a merged change against the final engine without it
+    - `left-out`: attempt_id, name, outcome, gain, low, high, detail: a merged change against the final engine without it
     - `trial`: worker, arm, values, ratio
+    - `extended`: wall_clock_minutes, rounds (all that the run may take now)
     - `budget`: limit_s, elapsed_s, rounds (prints no line)
     - `note`: level (`info`, `warning`, `error`), text
     - `ended`: stop, resume (the command that goes on): the run stopped before its end
@@ -100,7 +103,7 @@ class RunView:
                 lines = self.state.apply(kind, data)
                 if kind == "done" and data.get("data") is not None:
                     self._summary = final_summary(data["data"])
-            except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            except MALFORMED as error:
                 lines = [f"(the view cannot show a {kind} event: {type(error).__name__})"]
             if self.plain:
                 for line in lines:
@@ -111,7 +114,7 @@ class RunView:
         with self._lock:
             try:
                 return screen(self.state, self.console)
-            except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            except MALFORMED as error:
                 return Group(Text(f"(the view cannot draw: {type(error).__name__}: {error})", style="dim"))
 
     def _print(self, line: str) -> None:

@@ -177,6 +177,32 @@ def test_status_runs_and_attempts() -> None:
     assert "damaged" in specpilot("runs").stdout, "one bad run does not hide the others"
 
 
+def test_status_tells_events_in_words_and_attempts_by_both_names() -> None:
+    run = make_run()
+    journal = Journal.open(run / JOURNAL_NAME)
+    data = {"task": "Set verify_drafts = 4", "mechanism": "set-verify-drafts-4-1de901"}
+    journal.create_attempt("r3-search-1", round=3, worker="search", component="*", data=data)
+    journal.event("trial", {"worker": "search", "arm": "tpe", "values": {"verify_drafts": 4}, "ratio": 1.389})
+    journal.event("baseline", {"variants": {"ar": {"decode_tokens_per_s": 34.3, "accepted_length": 1.0}}, "ratios": []})
+    journal.event(
+        "gaps", {"rows": [{"component": "target.mlp", "recoverable_ms": 2.7}], "round_ms": 17.6, "share_of_bound": 0.57}
+    )
+    journal.event("extended", {"wall_clock_minutes": 20.0, "rounds": 1})
+    journal.close()
+    text = specpilot("status").stdout
+    for words in (
+        "search tpe verify_drafts=4: 1.389x",
+        "baseline ar: 34.3 tokens/s, accepted length 1.00",
+        "profile: round 17.6 ms timed",
+        "given more: the run may take 20.0 minutes and 1 round in all",
+    ):
+        assert words in text, words
+    assert "{" not in text and "[{" not in text
+    for listing in (text, specpilot("attempt", "list").stdout):
+        row = next(line for line in listing.splitlines() if line.startswith("r3-search-1"))
+        assert "set-verify-drafts-4-1de901" in row
+
+
 def test_export_refuses_a_folder_in_use(tmp_path: Path) -> None:
     run = make_run()
     (tmp_path / "x").touch()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from specpilot.report.data import ReportData
+from specpilot.report.data import Again, ReportData, Step
+from specpilot.report.html import render_report
 from specpilot.report.state import AttemptLine, RunState
 from specpilot.report.summary import final_summary
 from specpilot.report.view import RunView
@@ -38,11 +41,11 @@ def test_without_a_terminal_every_event_is_a_plain_line():
     for words in (
         "run run-1 of demo",
         "baseline stock: 69.9 tokens/s, accepted length 3.08",
-        "round 89.3 ms, 17% of the bound",
+        "profile: round 89.3 ms timed (tracing off), 17% of the bound; most recoverable, profiled (tracing on): target.mlp",
         "r1-recall-1 native-bf16-skinny-gemm: measured 1.710x",
-        "gate passed: 3072 tokens forced, 3068 exact, 4 near-ties, 0 violations",
+        "gate passed: 3,072 tokens forced, 3,068 exact, 4 near-ties, 0 violations",
         "gate REJECTED (token-mismatch)",
-        "merge reduced-draft-head: 1.130x [1.100, 1.160], so far 1.93x",
+        "merge r1-recall-2 reduced-draft-head: 1.130x [1.100, 1.160], so far 1.93x",
         "search tpe verify_drafts=5: 1.040x",
         "warning: r1-recall-3",
         "report: /tmp/report.html",
@@ -50,6 +53,58 @@ def test_without_a_terminal_every_event_is_a_plain_line():
         "not explained by the steps",
     ):
         assert words in text, words
+
+
+def test_no_news_is_told_twice():
+    """The measurement, the gate and the merge tell their states themselves; a rejection repeats no detail."""
+    _, text = played()
+    lines = [line.split(" ", 1)[1] for line in text.splitlines() if " r1-" in line]
+    assert [line for line in lines if line.startswith("r1-recall-1 ")] == [
+        "r1-recall-1 native-bf16-skinny-gemm: planned",
+        "r1-recall-1 native-bf16-skinny-gemm: submitted",
+        "r1-recall-1 native-bf16-skinny-gemm: measured 1.710x [1.659, 1.761], gain after 6 pairs",
+        "r1-recall-1 native-bf16-skinny-gemm: gate passed: 3,072 tokens forced, 3,068 exact, 4 near-ties, 0 violations",
+    ]
+    assert "r1-recall-3 w12-weights: rejected (no-gain)" in lines, "its ratio is in the line before"
+    assert "r1-external-1 sample: rejected (token-mismatch)" in lines, "the gate's line has the detail"
+    assert len(lines) == len(set(lines))
+    state = RunState()
+    unmeasured = {"id": "x-1", "worker": "external", "state": "rejected", "reason": "crashed", "detail": "no start"}
+    assert state.apply("attempt", unmeasured) == ["x-1: rejected (crashed): no start"]
+
+
+def test_a_searched_change_is_called_by_both_its_names():
+    state = RunState()
+    task = "Set prefill_chunk = 38, verify_drafts = 4"
+    attempt = {"id": "r3-search-1", "worker": "search", "component": "*", "task": task, "state": "submitted"}
+    assert state.apply("attempt", attempt) == [f"r3-search-1 {task}: submitted"]
+    state.apply("attempt", attempt | {"state": "merged", "mechanism": "set-prefill-chunk-38"})
+    told = state.apply("merge", {"attempt_id": "r3-search-1", "merged": True, "gain": 1.13, "low": 1.0, "high": 1.28})
+    assert told == ["merge r3-search-1 set-prefill-chunk-38: 1.130x [1.000, 1.280], so far 1.13x"]
+    step = Step(attempt_id="r3-search-1", mechanism="set-prefill-chunk-38", gain=1.13)
+    left = Again(attempt_id="r3-search-1", name="set-prefill-chunk-38", outcome="hurts")
+    data = report_data().model_copy(update={"steps": [step], "left_out": [left]})
+    assert text_of(final_summary(data)).count("r3-search-1 set-prefill-chunk-38") == 2
+    assert render_report(data).count("r3-search-1 set-prefill-chunk-38") == 2
+    assert Step(attempt_id="x-1", gain=1.1).names == "x-1", "one name is not said twice"
+
+
+def kinds_said() -> set[str]:
+    """Every kind of event that the program writes, by its source."""
+    found = set()
+    for file in (Path(__file__).parents[3] / "specpilot").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                first = node.args[0]
+                if node.func.attr in ("say", "event") and isinstance(first, ast.Constant):
+                    found.add(str(first.value))
+    return found
+
+
+def test_every_kind_of_event_is_read_and_explained():
+    assert {"phase", "trial", "extended", "left-out", "pair"} <= kinds_said()
+    assert {kind for kind in kinds_said() if not hasattr(RunState, f"_{kind.replace('-', '_')}")} == set()
+    assert {kind for kind in kinds_said() if f"- `{kind}`:" not in (RunView.__doc__ or "")} == set()
 
 
 def test_a_missed_cheat_stands_out():

@@ -10,7 +10,8 @@ from specpilot.contracts import Calibration
 from specpilot.report.data import Ratio, ReportData, SelfTest
 from specpilot.report.html import render_report
 from specpilot.report.summary import facts, headline
-from tests.specpilot.report.sample import report_data
+from specpilot.words import count
+from tests.specpilot.report.sample import AFTER, report_data
 
 
 def noisy(low: float, high: float, pairs: list[float], ratio: float = 3.88) -> ReportData:
@@ -66,6 +67,32 @@ def test_each_share_names_its_roof() -> None:
     assert page.count("39.0 GB/s") >= 1 and "The roof when the run began" in page
     assert any("by the roof measured around it" in line for line in headline(data))
     assert ReportData(deployment="d", run_id="r").roofs == []
+
+
+def test_each_round_time_says_how_it_was_measured() -> None:
+    """Closing session: 3.06 tokens a round at 149.7 tokens/s are 20.4 ms; the components of AFTER add up to 21.07 ms."""
+    data = report_data()
+    assert data.gaps_after is not None and data.gaps_before is not None
+    after = data.gaps_after.model_copy(update={"round_ms": 19.5})
+    timed, traced, closing = data.model_copy(update={"gaps_after": after}).rounds_told
+    assert timed.startswith(f"Timed, tracing off: {data.gaps_before.round_ms:.1f} ms for stock and 19.5 ms for final.")
+    assert f"{sum(AFTER.values()):.1f} ms for final" in traced and "tracing on" in traced
+    assert closing.startswith("Timed in the closing session: 20.4 ms for final") and "hidden prompts" in closing
+    page = render_report(data)
+    assert (
+        "ms a round (timed)" in page
+        and "Components: profiled, tracing on." in page
+        and "Timed in the closing session" in page
+    )
+    shared = after.model_copy(update={"hardware": after.hardware | {"regime": {"requests": 4}}})
+    assert len(data.model_copy(update={"gaps_after": shared}).rounds_told) == 2, "a round of four requests is shared"
+    assert ReportData(deployment="d", run_id="r").rounds_told == []
+
+
+def test_counts_agree_with_their_nouns() -> None:
+    assert [count(n, "pair") for n in (0, 1, 2)] == ["0 pairs", "1 pair", "2 pairs"]
+    assert count(1_530, "token") == "1,530 tokens" and count(1.0, "round") == "1.0 round"
+    assert count(2, "entry", "entries") == "2 entries" and count("?", "prompt") == "? prompts"
 
 
 def test_a_baseline_beyond_epsilon_is_explained_beside_its_figure() -> None:
