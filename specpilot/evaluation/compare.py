@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from specpilot.contracts import Comparison, Leg, Record
@@ -187,6 +188,7 @@ def compare(
     regime: Regime,
     on_pair: Callable[[PairEvent], None] | None = None,
     on_warm: Callable[[Leg], None] | None = None,
+    settled: Callable[[Interval], bool] | None = None,
     noise_sd: float | None = None,
     max_seconds: float | None = None,
 ) -> tuple[Comparison, list[Leg]]:
@@ -196,7 +198,8 @@ def compare(
 
     Both servers must be started and stay usable (thawed) afterwards. `alpha` is this comparison's share of the run's
     error rate (`stats.level_for`); `noise_sd` the standard deviation of one pair's log-ratio from an A/A run, for
-    `Comparison.detectable`. `on_warm` sees the candidate's answers before the first pair and may refuse it. Returned legs alternate by pair and hold every timed token of both sides.
+    `Comparison.detectable`. `on_warm` sees the candidate's answers before the first pair and may refuse it. `settled` ends the
+    comparison once it holds of the interval (default: `is_decided`). Returned legs alternate by pair and hold every timed token of both sides.
     Decision: `gain` if the whole interval is above 1, the ratio is at least `settings.min_effect` and the saved time is
     seen from submission to end too; `loss` if the interval is below 1; else `null`.
     Raises CandidateFailed, EngineError (base), InfrastructureError.
@@ -216,7 +219,8 @@ def compare(
                 require_uncalled(base)
             strangers = other_engines()
             session.warm_up(prompts, on_warm)
-            decode = _measure(session, prompts, settings, alpha, on_pair, began, max_seconds)
+            enough = settled or partial(is_decided, min_effect=settings.min_effect)
+            decode = _measure(session, prompts, settings, alpha, on_pair, enough, began, max_seconds)
         finally:
             for server in (base, candidate):
                 server.thaw()
@@ -245,6 +249,7 @@ def _measure(
     settings: MeasurementSettings,
     alpha: float,
     on_pair: Callable[[PairEvent], None] | None,
+    enough: Callable[[Interval], bool],
     began: float,
     max_seconds: float | None,
 ) -> Interval:
@@ -262,7 +267,7 @@ def _measure(
         interval = confidence_sequence(session.decode, alpha)
         if on_pair is not None:
             on_pair(_event(session, interval, settings, time.monotonic() - began))
-        if done >= settings.min_pairs and is_decided(interval, settings.min_effect):
+        if done >= settings.min_pairs and enough(interval):
             break
         if done >= settings.max_pairs:
             break

@@ -6,6 +6,7 @@ no behaviour beyond arithmetic on their own fields. This module starts nothing a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import Field
@@ -185,3 +186,15 @@ class SelfTestResult(Record):
     null_pairs: list[float] = Field(default_factory=list)
     """Ratios of the A/A pairs: the machine's noise, for the smallest effect that a comparison can detect."""
     seconds: float = 0.0
+
+    @property
+    def biased(self) -> bool:
+        """The same engine on both sides came out as different from itself."""
+        return self.null_low is not None and self.null_high is not None and not self.null_low <= 1.0 <= self.null_high
+
+    @property
+    def told_apart(self) -> float | None:
+        """The smallest ratio above 1 that the A/A pairs tell apart from none, either way round; infinite where they tell nothing."""
+        if self.null_low is None or self.null_high is None:
+            return None
+        return max(self.null_high, 1.0 / self.null_low) if self.null_low > 0.0 else math.inf

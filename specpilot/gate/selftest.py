@@ -1,4 +1,4 @@
-"""The gate tests itself before round 1: planted cheats must be rejected with a right reason, an A/A pair must be null.
+"""The gate tests itself before round 1: planted cheats must be rejected with a right reason, A/A pairs must be null.
 
 A gate that lets one of them pass, or that refuses the unchanged engine, may judge nothing: `require_sound` then ends
 the run. The A/A pair and the honest control run alone on the machine; cheats, which are not timed for a score, run
@@ -7,6 +7,7 @@ the run. The A/A pair and the honest control run alone on the machine; cheats, w
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from specpilot.evaluation.errors import CandidateFailed
 from specpilot.evaluation.legs import accepted_length
 from specpilot.evaluation.prompts import Prompt, PromptPool
 from specpilot.evaluation.server import EngineServer
+from specpilot.evaluation.stats import Interval
 from specpilot.gate.cheats.corpus import Cheat, load_cheats, select
 from specpilot.gate.errors import GateUnsoundError
 from specpilot.gate.policy import policy_of
@@ -36,7 +38,13 @@ TOKENS = 32
 CHOSEN_FROM = 24
 """The shortest prompts of that many are used: they are forced through the reference again and again."""
 AA_ALPHA = 0.01
-"""Level of the A/A pair's interval: one false alarm in a hundred runs."""
+"""Level of the A/A pairs' interval: one false alarm in a hundred runs, however often it is looked at."""
+AA_CLOSE = 1.10
+"""The A/A pairs go on until they tell differences of this ratio apart from none ..."""
+AA_MOST_PAIRS = 12
+"""... or until there are so many of them ..."""
+AA_SECONDS = 40.0
+"""... or so much time is spent. What they could not tell apart then is said; it does not end a run, a noisy laptop is no error."""
 
 MACHINE = (Reason.start_failed, Reason.timed_out, Reason.crashed, Reason.resource_limit)
 """Reasons that a busy machine can give as well as a cheat: tried once more."""
@@ -58,7 +66,7 @@ class SelfTestContext:
     recorder: Callable[[int, int, float], None] | None = None
     parallel: int = 2
     aa_pairs: int = 4
-    """Pairs of the A/A comparison; 0 leaves it out (tests)."""
+    """Fewest pairs of the A/A comparison; 0 leaves it out (tests)."""
     on_outcome: Callable[[CheatOutcome], None] | None = None
 
 
@@ -74,9 +82,8 @@ def self_test(context: SelfTestContext, cheats: str | Iterable[str] = "quick") -
     chosen = _select(context, cheats, base_leg, bench.policy)
     bench = replace(bench, base_legs=[base_leg]).with_threads(_threads(context.deployment) // context.parallel)
     outcomes = _run_cheats(context, bench, chosen)
-    sound = all(o.caught for o in [*outcomes, *honest]) and (comparison is None or comparison.decision == "null")
-    return SelfTestResult(
-        passed=sound,
+    result = SelfTestResult(
+        passed=all(o.caught for o in [*outcomes, *honest]),
         outcomes=outcomes,
         honest=honest,
         null_ratio=comparison.ratio if comparison else None,
@@ -86,6 +93,7 @@ def self_test(context: SelfTestContext, cheats: str | Iterable[str] = "quick") -
         null_pairs=comparison.pairs if comparison else [],
         seconds=time.monotonic() - began,
     )
+    return result.model_copy(update={"passed": False}) if result.biased else result
 
 
 def require_sound(result: SelfTestResult) -> None:
@@ -98,9 +106,9 @@ def require_sound(result: SelfTestResult) -> None:
         if not o.caught
     ]
     wrong += [f"the unchanged engine was rejected: {o.got} ({o.evidence})" for o in result.honest if not o.caught]
-    if result.null_decision not in ("", "null"):
+    if result.biased:
         wrong.append(
-            f"the same commit against itself came out as {result.null_decision}: "
+            f"the same commit against itself came out as different: "
             f"{result.null_ratio:.3f} [{result.null_low:.3f}, {result.null_high:.3f}]"
         )
     raise GateUnsoundError(
@@ -164,21 +172,45 @@ def _alone(context: SelfTestContext, bench: Bench) -> tuple[Leg, list[CheatOutco
 
 
 def _a_against_a(context: SelfTestContext, bench: Bench, base: EngineServer, tree: Path, commit: str) -> Comparison:
-    settings = MeasurementSettings(
-        min_pairs=max(2, context.aa_pairs), max_pairs=max(2, context.aa_pairs), output_tokens_timed=TOKENS
-    )
+    fewest = max(2, context.aa_pairs)
+    settings = MeasurementSettings(min_pairs=fewest, max_pairs=max(fewest, AA_MOST_PAIRS), output_tokens_timed=TOKENS)
     base.freeze()
     try:
         with bench.server("aa", tree, commit) as other:
             base.thaw()
             comparison, _ = compare(
-                base, other, _stream(context.pool), settings, AA_ALPHA, regime=context.deployment.regime
+                base,
+                other,
+                _stream(context.pool),
+                settings,
+                AA_ALPHA,
+                regime=context.deployment.regime,
+                settled=says_enough,
+                max_seconds=AA_SECONDS,
             )
     except CandidateFailed as error:  # both sides are the stock engine: nobody's candidate failed
         raise InfrastructureError(
             f"the A/A pair could not be measured: {error.detail}", "see the engine logs"
         ) from error
     return comparison
+
+
+def says_enough(interval: Interval) -> bool:
+    """The A/A pairs tell `AA_CLOSE` apart from none, or show that the two sides are not alike."""
+    close = math.log(AA_CLOSE)
+    return (-close <= interval.low and interval.high <= close) or not interval.low <= 0.0 <= interval.high
+
+
+def resolution_note(result: SelfTestResult) -> str:
+    """What a reader must know of A/A pairs that told less apart than they should have; empty where they did or there were none."""
+    told = result.told_apart
+    if told is None or told <= AA_CLOSE:
+        return ""
+    return (
+        f"this session could not tell differences below {told:.2f}x apart from none: the unchanged engine against itself came "
+        f"out as {result.null_ratio:.2f}x [{result.null_low:.2f}, {result.null_high:.2f}] over {len(result.null_pairs)} pairs, "
+        f"{AA_CLOSE:.2f}x is aimed at; a smaller gain rests on its own pairs, not on a shown absence of bias"
+    )
 
 
 def _stream(pool: PromptPool) -> Iterator[Prompt]:

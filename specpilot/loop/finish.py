@@ -9,9 +9,12 @@ from specpilot.evaluation.baselines import Baselines
 from specpilot.gate.closing import closing_checks, faults_of
 from specpilot.gate.hidden import vocab_size
 from specpilot.gate.policy import policy_of
+from specpilot.gate.records import SelfTestResult
+from specpilot.gate.selftest import resolution_note
 from specpilot.loop.context import RunContext
 from specpilot.loop.observe import observe, time_floor
 from specpilot.loop.prepare import measure_four, whole_batches
+from specpilot.loop.state import mechanism_of, merge_records
 
 CLOSING_PROMPTS = 8
 
@@ -24,6 +27,8 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
     first = context.trees.first_commit
     short = head[:12]
     context.say("phase", name="closing", detail="ar, stock, final and final-ar in one session")
+    if not context.journal.finished(f"final/{short}"):
+        _name_small_gains(context)
     variants = [
         ("ar", first, "ar"),
         ("stock", first, "stock"),
@@ -48,6 +53,26 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
     context.journal.set_meta("stop_reason", stop.value)
     context.budget.save()
     return four
+
+
+def _name_small_gains(context: RunContext) -> None:
+    """Says which merged gains are smaller than what the session's A/A pairs told apart, where these told little."""
+    if not context.journal.finished("selftest"):
+        return
+    result = context.journal.result("selftest", SelfTestResult)
+    told = result.told_apart
+    if not resolution_note(result) or told is None:
+        return
+    small = [
+        f"{mechanism_of(context.journal.attempt(step.attempt_id)) or step.attempt_id} {step.gain:.2f}x"
+        for step in merge_records(context)
+        if step.gain is not None and step.gain < told
+    ]
+    if small:
+        text = (
+            f"merged gains below {told:.2f}x, the smallest difference that the A/A pairs told apart: {', '.join(small)}"
+        )
+        context.say("note", level="warning", text=text)
 
 
 def _judged(context: RunContext, short: str, found: Baselines, legs: dict[str, list[Leg]], block: int) -> Baselines:

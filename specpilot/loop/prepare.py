@@ -21,7 +21,7 @@ from specpilot.evaluation.prompts import check_prompt_files
 from specpilot.gate.calibrate import calibrate
 from specpilot.gate.hidden import served_block_size
 from specpilot.gate.records import CheatOutcome, SelfTestResult
-from specpilot.gate.selftest import SelfTestContext, require_sound, self_test
+from specpilot.gate.selftest import SelfTestContext, require_sound, resolution_note, self_test
 from specpilot.loop.assess import patiently
 from specpilot.loop.context import RunContext
 from specpilot.loop.machine import machine_facts
@@ -152,6 +152,7 @@ def _self_test(context: RunContext) -> None:
                 cheats,
             )
 
+    done_before = context.journal.finished("selftest")
     result: SelfTestResult = context.journal.step(
         "selftest", lambda: patiently(context, "selftest", run), model=SelfTestResult
     )
@@ -165,6 +166,8 @@ def _self_test(context: RunContext) -> None:
         null_high=result.null_high,
         seconds=result.seconds,
     )
+    if not done_before and (note := resolution_note(result)):
+        context.say("note", level="warning", text=note)
     require_sound(result)
 
 

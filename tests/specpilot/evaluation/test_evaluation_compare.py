@@ -57,6 +57,26 @@ def test_a_known_delay_gives_the_known_ratio(engine, stream) -> None:
     assert Comparison.model_validate_json(found.model_dump_json()) == found
 
 
+def test_a_comparison_goes_on_until_it_is_told_that_it_is_settled(engine, stream) -> None:
+    """Nothing but the rule that was given ends it before its most pairs; the candidate's warm-up is seen before any pair."""
+    seen: list[str] = []
+    settings = MeasurementSettings(max_pairs=7, min_pairs=2)
+
+    def settled(interval: Interval) -> bool:
+        seen.append(f"looked at {interval.n}")
+        return interval.n == 5
+
+    def on_warm(leg: Leg) -> None:
+        seen.append(f"{leg.side} {len(leg.generations[0].output_ids)}")
+
+    found, _ = compare(
+        engine(commit="aa"), engine(commit="bb", round_s=0.001), stream, settings, 0.02, regime=REGIME,
+        settled=settled, on_warm=on_warm,
+    )  # fmt: skip
+    assert len(found.pairs) == 5
+    assert seen == ["candidate 19", "looked at 2", "looked at 3", "looked at 4", "looked at 5"]
+
+
 def test_a_slower_candidate_is_a_loss(engine, stream) -> None:
     base, candidate = engine(commit="aa", round_s=0.012), engine(commit="bb", round_s=0.012, token_s=0.004)
     found, _ = compare(base, candidate, stream, SETTINGS, 0.02, regime=REGIME)

@@ -105,7 +105,7 @@ def test_an_unsound_gate_ends_the_run_with_its_own_exit_code() -> None:
     for words in (
         "'replay': expected replayed-answers, got no rejection",
         "unchanged engine was rejected: crashed",
-        "gain: 1.200",
+        "different: 1.200",
     ):
         assert words in caught.value.message
 
