@@ -12,6 +12,9 @@ from slim_engine.errors import RequestError
 from slim_engine.request import LogprobOptions, Request, TokenLogprob
 from slim_engine.sampling import SamplingParams
 
+_EXACT = ConfigDict(strict=True, allow_inf_nan=False)
+"""true is no number, "5" no 5, and 1e999 none at all: a field of another type is a mistake of the client, who should hear of it."""
+
 _NEUTRAL = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -25,7 +28,7 @@ _NEUTRAL = {
 class NativeSampling(BaseModel):
     """`sampling_params` of /generate. Penalties, min_p and n are known, and refused unless neutral."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", **_EXACT)
 
     max_new_tokens: int = Field(128, ge=0)
     temperature: float = Field(1.0, ge=0.0)
@@ -67,7 +70,7 @@ class NativeSampling(BaseModel):
 class GenerateBody(BaseModel):
     """POST /generate, one prompt. logprob_start_len -1: output tokens only."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", **_EXACT)
 
     text: str | None = None
     input_ids: list[int] | None = None
@@ -92,6 +95,8 @@ class GenerateBody(BaseModel):
 
 
 class StreamOptions(BaseModel):
+    model_config = _EXACT
+
     include_usage: bool = False
 
 
@@ -140,7 +145,7 @@ _OPENAI_NEUTRAL: dict[str, tuple[Any, ...]] = {
 class OpenAIBody(BaseModel):
     """What both OpenAI endpoints share. A field of `_OPENAI_NEUTRAL` is refused by name unless it asks for nothing; unknown ones are ignored."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", **_EXACT)
 
     model: str | None = None
     temperature: float | None = Field(1.0, ge=0.0, le=2.0)

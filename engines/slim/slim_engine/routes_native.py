@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from slim_engine import profiling
+from slim_engine.bodies import StrictRoute
 from slim_engine.errors import RequestError
 from slim_engine.protocol import GenerateBody, native_answer
 from slim_engine.service import Generation, Service
@@ -28,7 +29,7 @@ class ProfileBody(BaseModel):
 
 def native_routes(service: Service) -> APIRouter:
     """Routes bound to `service`."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictRoute)
     profile = _Profile(service)
 
     def token_text(token: int) -> str:
@@ -97,7 +98,7 @@ class _Profile:
         path = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="slim-profile-"))
         try:
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a zero byte
             raise RequestError(f"output_dir {path}: {error}") from error
         await self._run(profiling.start)
         self._folder = path

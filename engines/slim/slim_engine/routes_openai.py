@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from slim_engine.bodies import StrictRoute
 from slim_engine.errors import RequestError
 from slim_engine.protocol import ChatBody, CompletionBody, OpenAIBody, openai_finish, usage
 from slim_engine.request import LogprobOptions, TokenLogprob
@@ -22,7 +23,7 @@ Choice = Callable[[str, Sequence[TokenLogprob], str | None], dict[str, Any]]
 
 def openai_routes(service: Service) -> APIRouter:
     """Routes bound to `service`."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictRoute)
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -95,6 +95,10 @@ def build_app(service: Service) -> FastAPI:
     async def fault(_: HttpRequest, error: EngineFault) -> JSONResponse:
         return _error(500, str(error), "server_error")
 
+    @app.exception_handler(Exception)
+    async def defect(_: HttpRequest, error: Exception) -> JSONResponse:
+        return _error(500, f"{type(error).__name__}: {error}", "server_error")
+
     return app
 
 

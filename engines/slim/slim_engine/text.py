@@ -78,7 +78,7 @@ class TextCodec:
             text = self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, **self._special_tokens()
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program, and the messages are its input: it may raise anything
             raise RequestError(f"the chat template refused these messages: {error}") from error
         return self.encode(text, special=False)
 
