@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console, Group
 from rich.text import Text
 
@@ -20,8 +21,12 @@ from specpilot.deployment import Deployment
 from specpilot.engine_tree import load_engine_spec
 from specpilot.errors import SpecPilotError, UsageError
 from specpilot.journal import Journal
-from specpilot.paths import JOURNAL_NAME, find_run, machine_file
+from specpilot.models import ResolvedModels
+from specpilot.paths import JOURNAL_NAME, all_runs, find_run, machine_file
+from specpilot.words import count
 
+ASSUMED_LENGTH = 3.0
+"""Accepted length where none is given and none was measured here."""
 NGRAM_ROWS = 8
 """Rows assumed for prompt look-up, whose drafts vary in number."""
 
@@ -44,7 +49,14 @@ def roofline(
     set_: Overrides = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure this machine again.")] = False,
     weights: Annotated[str, typer.Option(help=f"Weight format of the bound: {WEIGHT_FORMATS}.")] = "bfloat16",
-    accepted_length: Annotated[float, typer.Option(min=1.0, help="Committed tokens per round to assume.")] = 3.0,
+    accepted_length: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Committed tokens per round to assume; default: what the newest run of this deployment measured of its "
+            f"stock engine, else {ASSUMED_LENGTH:g}.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Print the machine's roofs and the bound of each component; measures the machine once (seconds)."""
@@ -63,7 +75,80 @@ def roofline(
         raise UsageError(str(error)) from error
 
 
-def _show_bounds(chosen: Deployment, remeasure: bool, bits: float, accepted_length: float, as_json: bool) -> None:
+@dataclass(frozen=True)
+class Assumed:
+    """What the bounds rest on beside the checkpoints and the machine."""
+
+    accepted_length: float
+    source: str
+    """Where the accepted length comes from."""
+    rows: int
+    """Rows verified per round and request: the whole block."""
+    context_len: int
+    weight_bits: float
+
+    @property
+    def words(self) -> list[str]:
+        """What the figures hold for, a sentence each."""
+        return [
+            f"accepted length {self.accepted_length:.2f}: {self.source}",
+            f"The bound of a round holds for any accepted length, but only for {count(self.rows, 'verified row')} a request, context "
+            f"{self.context_len} and {self.weight_bits:g} bits a weight. tokens/s and `over ar` hold only at that accepted length: an engine "
+            "that accepts more is not held below them.",
+        ]
+
+
+def assumed_length(chosen: Deployment, models: ResolvedModels, rows: int, given: float | None) -> tuple[float, str]:
+    """Committed tokens per round of `rows` rows, and where the figure comes from: given, measured by a run, or assumed.
+
+    Raises `UsageError` where more is given than a round can commit.
+    """
+    if given is not None:
+        if given > rows:
+            raise UsageError(
+                f"--accepted-length {given:g}: a round that verifies {count(rows, 'row')} commits at most {count(rows, 'token')}",
+                f"give a number from 1 to {rows}.",
+            )
+        return given, "given as --accepted-length"
+    for folder in reversed(all_runs()):
+        try:
+            measured = _measured_length(folder, chosen, models)
+        except SpecPilotError:  # a damaged run says nothing here; `specpilot runs` names it
+            continue
+        if measured is not None and 1.0 <= measured <= rows:
+            return measured, f"measured of the stock engine by run {folder.name}; --accepted-length sets another"
+    assumed = min(ASSUMED_LENGTH, float(rows))
+    return assumed, "assumed, no run of this deployment has measured it; --accepted-length sets another"
+
+
+def _measured_length(folder: Path, chosen: Deployment, models: ResolvedModels) -> float | None:
+    """Accepted length of a run's stock engine, the closing session's before the first look's; None if the run is of something else."""
+    journal = Journal.open(folder / JOURNAL_NAME)
+    try:
+        meta = journal.meta()
+        then = (yaml.safe_load(meta.get("deployment") or "") or {}) if isinstance(meta.get("deployment"), str) else {}
+        if then.get("name") != chosen.name or not journal.finished("preflight"):
+            return None
+        ran: dict[str, Any] = journal.result("preflight")
+        same = (ran.get("target_sha256"), ran.get("drafter_sha256")) == (models.target_sha256, models.drafter_sha256)
+        sampled = float((then.get("regime") or {}).get("temperature", 0.0))
+        method = (then.get("drafter") or {}).get("method")
+        if not same or method != chosen.drafter.method.value or sampled != chosen.regime.temperature:
+            return None
+        head = str(meta.get("final_head") or "")
+        for key in (f"final/{head[:12]}", "baselines"):
+            figures = journal.result(key) if journal.finished(key) else {}
+            length = ((figures.get("variants") or {}).get("stock") or {}).get("accepted_length")
+            if length:
+                return float(length)
+        return None
+    finally:
+        journal.close()
+
+
+def _show_bounds(
+    chosen: Deployment, remeasure: bool, bits: float, accepted_length: float | None, as_json: bool
+) -> None:
     """Bounds of an autoregressive and of a speculative round; nothing is run but the machine's probe."""
     from specpilot.models import ensure_models
 
@@ -79,11 +164,16 @@ def _show_bounds(chosen: Deployment, remeasure: bool, bits: float, accepted_leng
     drafter: Path | str = models.drafter if models.drafter in ("ngram", "none") else Path(models.drafter)
     tables = {"ar": costmodel.analyse(None, models.target_dir, None, hardware, regime(chosen, hardware, 1, bits))}
     rows = verified_rows(drafter)
+    assumed = None
     if rows > 1:
-        speculative = regime(chosen, hardware, rows, bits, min(accepted_length, float(rows)))
+        length, source = assumed_length(chosen, models, rows, accepted_length)
+        speculative = regime(chosen, hardware, rows, bits, length)
         tables["speculative"] = costmodel.analyse(None, models.target_dir, drafter, hardware, speculative)
+        assumed = Assumed(length, source, rows, speculative.context_len, bits)
     if as_json:
-        typer.echo(json.dumps({"hardware": hardware.as_dict(), **{k: t.as_dict() for k, t in tables.items()}}))
+        told = None if assumed is None else asdict(assumed) | {"holds_for": assumed.words[-1]}
+        found = {"hardware": hardware.as_dict(), "assumed": told, **{k: t.as_dict() for k, t in tables.items()}}
+        typer.echo(json.dumps(found))
         return
     console = Console()
     sheet = costmodel.load_sheet("cpu-generic") if hardware.source == "measured" else None
@@ -93,11 +183,13 @@ def _show_bounds(chosen: Deployment, remeasure: bool, bits: float, accepted_leng
     for name, table in tables.items():
         load_now = table.hardware["regime"]
         title = (
-            f"{name} round of {chosen.name}: {load_now['requests']} request(s), {load_now['rows']} row(s), "
+            f"{name} round of {chosen.name}: {count(load_now['requests'], 'request')}, {count(load_now['rows'], 'row')}, "
             f"context {load_now['context_len']}, {bits:g} bits a weight"
         )
         console.print()
         console.print(costmodel.rich_table(table, title=title))
+    for sentence in assumed.words if assumed else ():
+        console.print(Text(sentence))
     console.print()
     console.print(_formats(tables))
     if rows > 1:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specpilot.cli import main
 from specpilot.journal import Journal
-from specpilot.paths import JOURNAL_NAME
+from specpilot.models import weights_digest
+from specpilot.paths import JOURNAL_NAME, runs_dir
 from tests.costmodel.published import SMOLLM2_135M
 from tests.specpilot.report.sample import AFTER, BEFORE, gaps
 
@@ -78,6 +81,59 @@ def test_text_shows_machine_bounds_and_formats(deployment, capsys):
         assert words in text, words
 
 
+def found_for(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(*arguments, "--json") == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def finished_run(folder: Path, deployment: Path, closing: float | None, **changed: str | None) -> None:
+    """A run's journal as far as the command reads it: whose engine it was, and the accepted lengths of stock."""
+    meta = {"deployment": (deployment / "deployment.yaml").read_text(), "final_head": "abc" * 6}
+    journal = Journal.create(folder / JOURNAL_NAME, meta)
+    ran = {"target_sha256": weights_digest(deployment / "target"), "drafter_sha256": None, **changed}
+    journal.step("preflight", lambda: ran)
+    journal.step("baselines", lambda: {"variants": {"stock": {"accepted_length": 2.25}}})
+    if closing is not None:
+        journal.step(f"final/{'abc' * 4}", lambda: {"variants": {"stock": {"accepted_length": closing}}})
+    journal.close()
+
+
+def test_the_accepted_length_is_named_with_where_it_comes_from(deployment, capsys):
+    """At 8 rows and accepted length L the rate at the bound is 2 requests x L / bound."""
+    found = found_for(capsys, "-d", str(deployment))
+    assumed, table = found["assumed"], found["speculative"]
+    assert assumed["accepted_length"] == table["accepted_length"] == 3.0
+    assert "assumed, no run of this deployment" in assumed["source"] and assumed["rows"] == 8
+    assert table["tokens_per_s_at_bound"] == pytest.approx(2 * 3.0 / table["bound_ms"] * 1e3)
+    given = found_for(capsys, "-d", str(deployment), "--accepted-length", "4.5")
+    assert given["assumed"]["source"] == "given as --accepted-length" and given["assumed"]["accepted_length"] == 4.5
+    assert given["speculative"]["bound_ms"] == table["bound_ms"], "the round's bound does not depend on it"
+    assert run("-d", str(deployment)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "accepted length 3.00: assumed" in text and "tokens/s and `over ar` hold only at that accepted length" in text
+    )
+    assert "2 requests, 1 row," in text
+
+
+def test_a_measured_accepted_length_comes_before_an_assumed_one(deployment, capsys):
+    """The closing session's before the first look's, and only of the same weights under the same name."""
+    runs = runs_dir()
+    finished_run(runs / "20260101-000000-other", deployment, 3.75, target_sha256="0" * 64)
+    assert "assumed" in found_for(capsys, "-d", str(deployment))["assumed"]["source"]
+    finished_run(runs / "20260102-000000-early", deployment, None)
+    assert found_for(capsys, "-d", str(deployment))["assumed"]["accepted_length"] == 2.25
+    finished_run(runs / "20260103-000000-whole", deployment, 3.5)
+    os.utime(runs / "20260103-000000-whole" / JOURNAL_NAME, (4e9, 4e9))
+    (runs / "20260104-000000-damaged").mkdir()
+    (runs / "20260104-000000-damaged" / JOURNAL_NAME).write_bytes(b"rubbish" * 2000)
+    os.utime(runs / "20260104-000000-damaged" / JOURNAL_NAME, (5e9, 5e9))
+    assumed = found_for(capsys, "-d", str(deployment))["assumed"]
+    assert assumed["accepted_length"] == 3.5 and "by run 20260103-000000-whole" in assumed["source"]
+    hotter = found_for(capsys, "-d", str(deployment), "--set", "regime.temperature=0.7")["assumed"]
+    assert hotter["accepted_length"] == 3.0, "another temperature accepts otherwise"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -86,6 +142,7 @@ def test_text_shows_machine_bounds_and_formats(deployment, capsys):
         (("-d", "DEPLOYMENT", "--weights", "int4"), "no weight format 'int4'"),
         (("-d", "DEPLOYMENT", "--set", "hardware=h300"), "no hardware sheet 'h300'"),
         (("-d", "no-such-deployment"), "no-such-deployment"),
+        (("-d", "DEPLOYMENT", "--accepted-length", "8.5"), "verifies 8 rows commits at most 8 tokens"),
     ],
 )
 def test_wrong_arguments_end_with_one_message(deployment, capsys, arguments, words):
