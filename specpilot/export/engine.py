@@ -45,7 +45,7 @@ def write_engine(source: RunSource, folder: Path) -> str:
     text, packages = requirements([folder / "engine", folder / "stock", folder / "tools"], _python(source))
     (folder / "requirements.txt").write_text(text, encoding="utf-8")
     write_evidence(source, folder / "evidence", packages)
-    (folder / "README.md").write_text(readme(source), encoding="utf-8")
+    (folder / "README.md").write_text(readme(source, _target_name(source)), encoding="utf-8")
     return write_sums(folder)
 
 

@@ -21,6 +21,7 @@ _STEPS = """\
 target would emit. The digest of `evidence/SHA256SUMS` was printed at export: `./verify.sh --expect DIGEST` checks that
 nobody rewrote the checksums too. ENGINE_PYTHON, THREADS, TARGET_DIR and ENGINE_CACHE override the defaults.
 
+%CLIENT%
 ## What is here
 
     engine/      the winning engine          stock/       the engine as the run found it (also the reference)
@@ -30,9 +31,29 @@ nobody rewrote the checksums too. ENGINE_PYTHON, THREADS, TARGET_DIR and ENGINE_
 """
 
 
-def readme(source: RunSource) -> str:
-    """The whole README."""
+_CLIENT = """\
+## What a client sends
+
+    curl -s http://127.0.0.1:30000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "MODEL", "messages": [{"role": "user", "content": "Name three primes."}], "temperature": 0, "max_tokens": 64}'
+
+- `"temperature": 0`, in every request. Then each token is the target's own first choice, near-ties apart; that is what `verify.sh`
+  checks. Without it the server samples at 1.0, as OpenAI's API does: answers differ from call to call.SAMPLING
+- `"model": "MODEL"`, or none: the name of the checkpoint's folder, which TARGET_DIR may change; `GET /v1/models` says it.
+- OpenAI's API: `GET /v1/models`, `POST /v1/completions`, `POST /v1/chat/completions`, each streaming with `"stream": true`. No key is asked for.
+- The native API, SGLang's words: `POST /generate` (`input_ids` or `text`, `sampling_params`), `GET /health`, `GET /server_info`.
+"""
+
+
+def readme(source: RunSource, model: str) -> str:
+    """The whole README. `model`: the name under which the target is served."""
     deployment = source.deployment
+    sampling = (
+        f" The load it was found for samples at {deployment.regime.temperature:g}: there the gate tests the distribution, not single tokens."
+        if deployment.regime.temperature
+        else ""
+    )
+    client = _CLIENT.replace("MODEL", model).replace("SAMPLING", sampling)
     lines = [
         f"# {deployment.name}: an engine found by SpecPilot",
         "",
@@ -46,7 +67,7 @@ def readme(source: RunSource) -> str:
     lines += [f"{number}. {sentence(step)}" for number, step in enumerate(source.merged, start=1)] or [
         "Nothing was merged."
     ]
-    return "\n".join(lines) + "\n\n" + _STEPS
+    return "\n".join(lines) + "\n\n" + _STEPS.replace("%CLIENT%", client)
 
 
 def figures(source: RunSource) -> list[str]:

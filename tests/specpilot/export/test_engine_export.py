@@ -265,7 +265,9 @@ def test_serve_in_the_foreground(exported):
         assert b"starting stock" in server.stdout.readline()
         told = f"serving stock on http://127.0.0.1:{port} ".encode()
         assert any(line.startswith(told) for line in server.stdout), "the engine's own words may come before"
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/server_info", timeout=60) as answer:  # at once: it answers
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/server_info", timeout=60
+        ) as answer:  # at once: it answers
             info = json.load(answer)
         assert info["commit"] == json.loads((to / "export.json").read_text())["variants"]["stock"]["commit"]
     finally:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +106,7 @@ def served(exported: Path) -> Iterator[int]:
 def test_exported_engine(served: int, exported: Path) -> None:
     """One test, so that tests in parallel do not start the servers twice."""
     check_official_client_streams_a_chat(served)
+    check_the_readmes_request_is_answered_twice_alike(served, exported)
     check_it_serves_the_winning_commit_with_its_change(served, exported)
     check_verify_forces_its_tokens_through_the_reference(exported)
 
@@ -117,6 +121,35 @@ def check_official_client_streams_a_chat(served: int) -> None:
         pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert len(pieces) > 1 and "".join(pieces) == whole.choices[0].message.content
     assert whole.usage.completion_tokens == 20
+
+
+def check_the_readmes_request_is_answered_twice_alike(served: int, exported: Path) -> None:
+    """The curl line as it stands, with this server's port; and the endpoints that are named exist."""
+    text = (exported / "README.md").read_text()
+    line = text[text.index("    curl ") :].split("\n\n", 1)[0].replace(":30000/", f":{served}/")
+    words = shlex.split(line.replace("\\\n", " "))
+    url, body = next(word for word in words if word.startswith("http://")), words[words.index("-d") + 1]
+    asked = json.loads(body)
+    assert (asked["model"], asked["temperature"]) == ("tiny-target", 0)
+
+    def answer() -> str:
+        request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as got:
+            return str(json.load(got)["choices"][0]["message"]["content"])
+
+    assert answer() == answer()
+    for path in set(re.findall(r"`GET (/\S+)`", text)):
+        urllib.request.urlopen(f"http://127.0.0.1:{served}{path}", timeout=60).close()
+    posted = set(re.findall(r"`POST (/\S+)`", text))
+    assert posted == {"/v1/completions", "/v1/chat/completions", "/generate"}
+    for path in posted:
+        with pytest.raises(
+            urllib.error.HTTPError, match="400"
+        ):  # an empty request is wrong, an unknown path would be 404
+            urllib.request.urlopen(
+                urllib.request.Request(f"http://127.0.0.1:{served}{path}", b"{}", {"Content-Type": "application/json"}),
+                timeout=60,
+            )
 
 
 def check_it_serves_the_winning_commit_with_its_change(served: int, exported: Path) -> None:
