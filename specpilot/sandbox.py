@@ -27,14 +27,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import psutil
 
+from specpilot.bubblewrap import MIB, confined_command
 from specpilot.errors import EnvironmentProblem, InfrastructureError, UsageError, disk_full_named
-
-MIB = 1 << 20
 
 _ALLOWED = frozenset(
     "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TERM VIRTUAL_ENV CC CXX LD_LIBRARY_PATH LIBRARY_PATH "
@@ -103,86 +101,6 @@ def scrub_environment(extra: Mapping[str, str]) -> dict[str, str]:
     kept.setdefault("PATH", os.defpath)
     kept.setdefault("LANG", "C.UTF-8")
     return kept | {name: str(value) for name, value in extra.items()}
-
-
-@cache
-def bubblewrap() -> str | None:
-    """Path of a bubblewrap that works here, else None. Tried once; `SPECPILOT_BWRAP=0` turns it off."""
-    path = shutil.which("bwrap")
-    if path is None or os.environ.get("SPECPILOT_BWRAP") == "0":
-        return None
-    probe = [path, *_BASE, *_devices(path, MIB), *_memory_folder(path, "/tmp", MIB), "true"]
-    try:
-        done = subprocess.run(probe, capture_output=True, timeout=10, stdin=subprocess.DEVNULL, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return path if done.returncode == 0 else None
-
-
-# Root keeps its capabilities unless told otherwise, and could then mount the read-only file system writable again.
-_BASE = "--die-with-parent --unshare-pid --unshare-ipc --unshare-uts --cap-drop ALL --ro-bind / / --proc /proc".split()
-_ACCELERATORS = ("nvidia*", "dri", "kfd", "accel", "infiniband")
-
-
-@cache
-def _sizes(program: str) -> bool:
-    """True if this bubblewrap can bound a folder in memory (0.7 and newer)."""
-    try:
-        told = subprocess.run(
-            [program, "--help"], capture_output=True, timeout=10, stdin=subprocess.DEVNULL, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return b"--size " in told.stdout + told.stderr
-
-
-def _memory_folder(program: str, path: str, size: int) -> list[str]:
-    """An empty folder in memory. Its files belong to no process, so only its own size bounds them."""
-    return [*(["--size", str(size)] if _sizes(program) else []), "--tmpfs", path]
-
-
-def _devices(program: str, shared: int) -> list[str]:
-    """A small `/dev` with shared memory of its own (`shared` bytes), and the accelerators. All of `/dev` would hand root the disks."""
-    words = ["--dev", "/dev"]
-    for pattern in _ACCELERATORS:
-        for path in sorted(Path("/dev").glob(pattern)):
-            words += ["--dev-bind", str(path), str(path)]
-    words += [*_memory_folder(program, "/dev/shm", shared), "--remount-ro", "/dev"]
-    if os.geteuid() == 0:  # the kernel's settings belong to root, capabilities or not
-        words += ["--ro-bind-try", "/proc/sys", "/proc/sys"]
-        words += ["--ro-bind", "/dev/null", "/proc/sysrq-trigger"] if os.path.exists("/proc/sysrq-trigger") else []
-    return words
-
-
-def _wrapped(
-    command: Sequence[str],
-    cwd: Path,
-    writable: Iterable[Path],
-    readable: Iterable[Path],
-    hidden: Iterable[Path],
-    memory_bytes: int,
-) -> list[str]:
-    """`command` inside bubblewrap when that works, else unchanged."""
-    program = bubblewrap()
-    if program is None:
-        return list(command)
-    private = Path(os.path.realpath("/tmp"))
-    half = max(memory_bytes // 2, MIB)
-    words = [program, *_BASE, *_devices(program, half), *_memory_folder(program, str(private), half)]
-    named = [Path(word) for word in command if word.startswith("/")] + [cwd, *readable]
-    named += [Path(sys.prefix), Path(sys.base_prefix), Path(command[0]).parent.parent]  # a venv of the engine's own
-    for path in dict.fromkeys(named):
-        # /tmp is private, so what the command was told to read there must be shown to it.
-        if path.exists() and path.is_relative_to(private) and path != private:
-            words += ["--ro-bind", str(path), str(path)]
-    for path in writable:
-        words += ["--bind", str(path), str(path)]
-    for path in hidden:
-        if path.is_dir():
-            words += _memory_folder(program, str(path), MIB)
-        elif path.exists():
-            words += ["--ro-bind", "/dev/null", str(path)]
-    return [*words, "--chdir", str(cwd), "--", *command]
 
 
 @dataclass
@@ -316,7 +234,7 @@ def spawn(
     deadline = None if limits.deadline_s is None else time.monotonic() + limits.deadline_s
     with disk_full_named(log_path):
         log_path.parent.mkdir(parents=True, exist_ok=True)
-    wrapped = _wrapped(command, cwd, writable, readable, hidden, limits.memory_bytes)
+    wrapped = confined_command(command, cwd, writable, readable, hidden, limits.memory_bytes)
     confined = wrapped != list(command)
     control_read, control_write = os.pipe()
     status_read, status_write = os.pipe()

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import typer
 
+from specpilot.bubblewrap import bubblewrap
 from specpilot.cli.options import size_text
 from specpilot.cores import usable_cores
 from specpilot.paths import home
-from specpilot.sandbox import bubblewrap
 
 GIB = 1 << 30
 Line = tuple[str, str, str]

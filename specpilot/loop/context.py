@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpilot.bubblewrap import bubblewrap
 from specpilot.deployment import Deployment
 from specpilot.engine_tree import EngineSpec, load_engine_spec
 from specpilot.evaluation.prompts import PromptPool
@@ -18,7 +19,6 @@ from specpilot.journal import Journal
 from specpilot.loop.budget import BudgetClock
 from specpilot.loop.records import Prepared, RunMeta
 from specpilot.models import ResolvedModels
-from specpilot.sandbox import bubblewrap
 from specpilot.workspace import Workspace
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specpilot import sandbox, sandbox_guard
+from specpilot import bubblewrap, sandbox, sandbox_guard
 from specpilot.errors import EnvironmentProblem, UsageError
 from specpilot.sandbox import MIB, Limits, kill_leftovers, run_bounded, scrub_environment, spawn, tail_of
 from tests.helpers.commands import ENV, FAMILY, PARENT, QUICK, eventually, gone, pids_in, python
@@ -27,9 +27,9 @@ HANG_S = 60.0
 def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """These tests look at the processes themselves, so bubblewrap is off; test_sandbox_confined.py turns it on."""
     monkeypatch.setenv("SPECPILOT_BWRAP", "0")
-    sandbox.bubblewrap.cache_clear()
+    bubblewrap.bubblewrap.cache_clear()
     yield
-    sandbox.bubblewrap.cache_clear()
+    bubblewrap.bubblewrap.cache_clear()
 
 
 def test_output_and_exit_status(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specpilot import sandbox
+from specpilot import bubblewrap
 from specpilot.sandbox import MIB, Limits, run_bounded, spawn
 from tests.helpers.commands import ENV, FAMILY, PARENT, QUICK, eventually, gone, pids_in, python
 
@@ -22,11 +22,11 @@ from tests.helpers.commands import ENV, FAMILY, PARENT, QUICK, eventually, gone,
 def confined(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bubblewrap as found on this machine; the test is left out where it does not work."""
     monkeypatch.delenv("SPECPILOT_BWRAP", raising=False)
-    sandbox.bubblewrap.cache_clear()
-    if sandbox.bubblewrap() is None:
+    bubblewrap.bubblewrap.cache_clear()
+    if bubblewrap.bubblewrap() is None:
         pytest.skip("bubblewrap is not usable here")
     yield
-    sandbox.bubblewrap.cache_clear()
+    bubblewrap.bubblewrap.cache_clear()
 
 
 def test_bubblewrap_confines_writing_and_hides(confined: None, tmp_path: Path) -> None:
@@ -78,12 +78,19 @@ def test_bubblewrap_holds_against_root(confined: None, tmp_path: Path) -> None:
     assert not Path("/dev/shm/left-behind").exists()
 
 
+def test_bubblewrap_shows_no_socket_of_a_service(confined: None, tmp_path: Path) -> None:
+    """Who may talk to a container daemon owns the machine: its socket lies in /run, which /var/run is another name of."""
+    assert Path("/run").exists() and any(Path("/run").iterdir()), "nothing to hide here"
+    code = "import os; print([n for d in ('/run', '/var/run') for n in os.listdir(d) if n not in ('nvidia', 'opengl-driver')])"
+    assert run_bounded(python(code), cwd=tmp_path, env=ENV, timeout_s=60).tail == "[]\n"
+
+
 def test_bubblewrap_bounds_files_in_memory(confined: None, tmp_path: Path) -> None:
     """Files in memory count for no process, so they would pass the memory limit until the machine runs out."""
-    if not sandbox._sizes(str(sandbox.bubblewrap())):
+    if not bubblewrap._sizes(str(bubblewrap.bubblewrap())):
         pytest.skip("this bubblewrap cannot bound them")
     code = """
-        for folder in ("/tmp", "/dev/shm", "/dev"):
+        for folder in ("/tmp", "/dev/shm", "/run", "/dev"):
             written = 0
             try:
                 with open(folder + "/hoard", "wb", buffering=0) as file:
@@ -100,6 +107,7 @@ def test_bubblewrap_bounds_files_in_memory(confined: None, tmp_path: Path) -> No
     told = {words[0]: words[1:] for words in map(str.split, done.tail.splitlines())}
     assert int(told["/tmp"][0]) <= 24 and told["/tmp"][1] == str(errno.ENOSPC)
     assert int(told["/dev/shm"][0]) <= 24 and told["/dev/shm"][1] == str(errno.ENOSPC)
+    assert told["/run"] == ["1", str(errno.ENOSPC)] or told["/run"][0] == "0"
     assert told["/dev"] == ["0", str(errno.EROFS)]
 
 
