@@ -3,7 +3,7 @@
 A deployment's prompt file is finite; an engine under test could remember answers. So each use of a text gets a
 short natural phrase with a code ("Task 48213-bk.") inside the user's turn. Codes are a secret permutation of a
 counter: they never repeat within a pool and cannot be predicted from earlier ones. Everything follows from
-(secret, offset), so that a resumed run continues where it stopped. The hidden set is read only from here and
+(secret, offset), so that a resumed run continues where it stopped. The hidden files are read only from here and
 never leaves the evaluator's process except as token ids.
 """
 
@@ -25,7 +25,12 @@ from specpilot.contracts import Record
 from specpilot.deployment import Deployment
 from specpilot.errors import MissingModelError, UsageError
 
-SETS = ("tuning", "hidden")
+SETS = ("tuning", "hidden", "closing")
+"""`closing` is the part of the hidden files that nothing but the closing session asks: an engine that has been merged saw the
+others, in the gate and while it was timed, and may have kept what it answered."""
+
+CLOSING_SHARE = 4
+"""One in so many of the hidden texts of each source is for the closing session."""
 
 USER_TURNS = (
     "<|im_start|>user\n",
@@ -55,7 +60,7 @@ class Prompt(Record):
 
 
 class PromptPool:
-    """Deterministic, non-repeating prompts of the `tuning` and `hidden` sets, stratified by source."""
+    """Deterministic, non-repeating prompts of the sets, stratified by source."""
 
     def __init__(
         self,
@@ -65,7 +70,8 @@ class PromptPool:
         offsets: dict[str, int] | None = None,
     ) -> None:
         """`tokenizer` is the target's tokenizer.json (or its folder); `offsets` is the `.offsets` of an earlier session."""
-        self._files = {"tuning": deployment.prompt_files("tuning"), "hidden": deployment.prompt_files("hidden")}
+        hidden = deployment.prompt_files("hidden")
+        self._files = {"tuning": deployment.prompt_files("tuning"), "hidden": hidden, "closing": hidden}
         self._input_tokens = deployment.regime.input_tokens
         path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
         if not path.is_file():
@@ -96,7 +102,7 @@ class PromptPool:
         rows = self._rows(which)
         epoch, place = divmod(position, len(rows))
         row = rows[self._order(which, epoch)[place]]
-        code = code_of(self._secret, 2 * position + SETS.index(which))
+        code = code_of(self._secret, len(SETS) * position + SETS.index(which))
         text = with_phrase(row["text"], self._phrase(code), code)
         return Prompt(id=f"{which}/{row['id']}/{code}", source=row["source"], text=text, ids=self._ids(text))
 
@@ -128,8 +134,28 @@ class PromptPool:
                     f"(less {PHRASE_TOKENS} for the phrase that makes each use unique)",
                     "raise regime.input_tokens or give shorter prompts",
                 )
-            self._loaded[which] = fitting
+            self._loaded[which] = part_of(fitting, which)
         return self._loaded[which]
+
+
+def part_of(rows: list[dict[str, str]], which: str) -> list[dict[str, str]]:
+    """The rows of a set's files that belong to the set: `hidden` and `closing` share theirs, by text, for good.
+
+    By a digest of the text, so that no run ever asks one of the closing texts for anything else. Where a source has fewer than
+    `CLOSING_SHARE` texts all of them stay hidden; where no source has more, both sets are the whole.
+    """
+    if which == "tuning":
+        return rows
+    texts: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        texts[row["source"]].add(row["text"])
+    kept: set[str] = set()
+    for found in texts.values():
+        ordered = sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest())
+        kept |= set(ordered[: len(ordered) // CLOSING_SHARE])
+    if not kept or all(row["text"] in kept for row in rows):
+        return rows
+    return [row for row in rows if (row["text"] in kept) is (which == "closing")]
 
 
 def read_prompts(path: Path) -> list[dict[str, str]]:
@@ -154,7 +180,7 @@ def check_prompt_files(deployment: Deployment) -> None:
     """
     sets = {"tuning": deployment.prompt_files("tuning"), "hidden": deployment.prompt_files("hidden")}
     rows = {which: [row for path in files for row in read_prompts(path)] for which, files in sets.items()}
-    texts = {which: {row["text"]: row["id"] for row in rows[which]} for which in SETS}
+    texts = {which: {row["text"]: row["id"] for row in found} for which, found in rows.items()}
     for key in ("hidden_prompts", "natural_stop_prompts"):
         if getattr(deployment.gate, key) > len(texts["hidden"]):
             raise UsageError(

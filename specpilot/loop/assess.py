@@ -82,14 +82,17 @@ def _assess(context: RunContext, key: str, candidate: Candidate, base_commit: st
 def _measure(
     context: RunContext, key: str, candidate: Candidate, base_commit: str
 ) -> tuple[Comparison, list[Leg], HiddenPass | None]:
-    """Interleaved pairs; where they show a gain, the candidate also answers the hidden prompts before it is stopped."""
+    """Interleaved pairs; where they show a gain, the candidate also answers the gate's own prompts before it is stopped.
+
+    All are hidden ones. Workers may read the tuning prompts: drafts stored for these are lossless and fast, and nowhere else.
+    """
     pool = context.prompts(key)
     with context.engine(base_commit, "final", f"{key}-base") as base:
         with blame_candidate():
             server = context.engine(candidate.commit, "final", f"{key}-candidate")
             started = server.__enter__()
         try:
-            comparison, legs = _compare(context, candidate, base, started, pool.stream("tuning"))
+            comparison, legs = _compare(context, candidate, base, started, pool.stream("hidden"))
             if comparison.decision != "gain":
                 return comparison, legs, None
             base.freeze()

@@ -42,7 +42,7 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
             f"final-{short}",
             variants,
             prompts=whole_batches(context, CLOSING_PROMPTS),
-            which="hidden",
+            which="closing",
             judged=None
             if head == first
             else lambda *measured: _judged(context, short, *measured),  # stock is what it is

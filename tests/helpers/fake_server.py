@@ -96,6 +96,8 @@ class Behaviour:
     malformed: bool = False
     no_done: bool = False
     # cheating on time
+    known: tuple[int, ...] = ()
+    """Prompts that hold these ids in a row have their answers drafted beforehand: eight tokens a round are accepted."""
     replay: bool = False
     """Answers a prompt seen before at once."""
     replay_suffix: int = 0
@@ -322,9 +324,12 @@ class Handler(BaseHTTPRequestHandler):
         """Chunks of new tokens, one per round (the first is the prefill's), after passing their time."""
         model, how = self.model, self.model.behaviour
         place, number = 0, 0
+        here = range(len(prompt) - len(how.known) + 1) if how.known else ()
+        known = any(prompt[k : k + len(how.known)] == list(how.known) for k in here)
+        accepted = (8,) if known else how.accepted
         while place < len(tokens):
             first = place == 0
-            step = 1 if first or not model.speculative else how.accepted[number % len(how.accepted)]
+            step = 1 if first or not model.speculative else accepted[number % len(accepted)]
             chunk = tokens[place : place + step]
             if not ready:
                 model.wait(how.prefill_s if first else how.round_s + how.token_s * len(chunk))

@@ -18,6 +18,7 @@ from specpilot.evaluation.prompts import (
     PHRASES,
     PromptPool,
     code_of,
+    part_of,
     read_prompts,
     stratified,
     with_phrase,
@@ -63,7 +64,7 @@ def test_resume_continues_where_it_stopped(pool: PromptPool, deployment: Deploym
     saved = json.loads(json.dumps(first.offsets))
     again = PromptPool(deployment, deployment.folder / "target" / "tokenizer.json", "secret", offsets=saved)
     assert head + again.take("tuning", 13) == whole
-    assert again.offsets == {"tuning": 20, "hidden": 0}
+    assert again.offsets == {"tuning": 20, "hidden": 0, "closing": 0}
 
 
 def test_stream_advances_one_by_one(pool: PromptPool) -> None:
@@ -79,9 +80,35 @@ def test_another_secret_gives_other_codes_and_order(deployment: Deployment) -> N
 
 def test_sets_do_not_mix(pool: PromptPool) -> None:
     assert all("hidden question" in p.text for p in pool.take("hidden", 8))
+    assert all("hidden question" in p.text for p in pool.take("closing", 8))
     assert all("tuning question" in p.text for p in pool.take("tuning", 12))
     with pytest.raises(ValueError, match="set must be"):
         pool.take("training", 1)
+
+
+def test_what_closes_a_run_was_never_asked_before(deployment: Deployment, pool: PromptPool) -> None:
+    """Six texts of one source and two of the other: a quarter of each, rounded down, is for the closing session, in any run."""
+
+    def texts(pool: PromptPool, which: str) -> set[str]:
+        return {p.id.split("/")[1] for p in pool.take(which, 40)}
+
+    hidden, closing = texts(pool, "hidden"), texts(pool, "closing")
+    assert len(hidden) == 7 and len(closing) == 1 and not hidden & closing
+    other = PromptPool(deployment, deployment.folder / "target", "another run")
+    assert (texts(other, "hidden"), texts(other, "closing")) == (hidden, closing)
+    ids = [p.id for which in ("hidden", "closing", "tuning") for p in other.take(which, 40)]
+    assert len({name.split("/")[2] for name in ids}) == 120, "no code is used twice, whatever the set"
+
+
+def test_texts_are_shared_out_by_text_and_never_run_out() -> None:
+    rows = [{"id": str(k), "source": "ab"[k % 2], "text": f"text {k // 2 % 20}"} for k in range(80)]
+    hidden, closing = part_of(rows, "hidden"), part_of(rows, "closing")
+    assert sorted((row["id"] for row in hidden + closing), key=int) == [row["id"] for row in rows]
+    assert not {row["text"] for row in hidden} & {row["text"] for row in closing}
+    assert len({row["text"] for row in closing}) == 5
+    assert part_of(rows, "tuning") == rows
+    few = rows[:6]
+    assert part_of(few, "hidden") == part_of(few, "closing") == few, "three texts a source: too few to share"
 
 
 def test_one_epoch_uses_every_row_and_mixes_sources(pool: PromptPool) -> None:

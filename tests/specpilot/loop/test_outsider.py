@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
 
 from specpilot.agents import AgentError
 from specpilot.contracts import AttemptState, StopReason
@@ -252,6 +253,28 @@ def test_a_counter_that_no_file_names_is_refused_while_the_claim_can_be_mended(r
     with open_run(rested) as context:
         assert context.journal.attempt(attempt).state is AttemptState.working
         context.journal.move_attempt("x-merged", AttemptState.superseded)
+
+
+def test_drafts_stored_for_the_tuning_prompts_gain_nothing(rested: Path, tmp_path: Path) -> None:
+    """Lossless, and eight tokens a round instead of three wherever a prompt is a tuning prompt, which workers may read."""
+    with open_run(rested) as context:
+        attempt, worktree, _ = open_attempt(context, "*", "try")
+        pool = context.prompts("which")
+        asked = {which: [p.ids for p in pool.take(which, 4)] for which in ("tuning", "hidden", "closing")}
+        tokenizer = Tokenizer.from_file(str(Path(context.identity.target_dir) / "tokenizer.json"))
+        known = tokenizer.encode("tuning question", add_special_tokens=False).ids
+    holds = {which: [str(known)[1:-1] in str(ids) for ids in found] for which, found in asked.items()}
+    assert all(holds["tuning"]) and not any(holds["hidden"] + holds["closing"])
+    told = json.loads((worktree / "behaviour.json").read_text())
+    (worktree / "behaviour.json").write_text(json.dumps(told | {"known": known}, indent=1, sort_keys=True) + "\n")
+    claim = tmp_path / "claim.yaml"
+    claim.write_text(yaml.safe_dump({"component": "*", "hypothesis": "Drafts from stored answers."}))
+    with open_run(rested) as context:
+        assessment = submit_attempt(context, attempt, claim)
+    assert assessment is not None and assessment.comparison is not None
+    before, after = assessment.comparison.base.accepted_length, assessment.comparison.candidate.accepted_length
+    assert before is not None and after == pytest.approx(before), "on what was timed it drafts no better"
+    assert not assessment.accepted
 
 
 def test_a_patch_that_the_memory_cannot_hold_is_measured_all_the_same(rested: Path, tmp_path: Path) -> None:
