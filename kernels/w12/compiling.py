@@ -1,7 +1,8 @@
 """Compile kernels into a shared library once, and keep it. Nothing happens on import.
 
 A library's name holds a digest of sources, flags and compiler, so a changed source is compiled again and a cache folder
-never serves what was made otherwise. $SPECPILOT_CACHE names the folder.
+never serves what was made otherwise. $SPECPILOT_CACHE names the folder. A library's last bytes are the digest of all before
+them: one that is cut off or overwritten can end the process in the loader, so it is not even opened.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from specpilot.kernels.w12.errors import MachineProblem
 
+_DIGEST = hashlib.sha256().digest_size
 LONGEST_S = 600
 """Seconds after which a compiler is taken to hang."""
 
@@ -51,7 +53,7 @@ def compiled(
     try:
         folder = folder or cache_folder()
         library = folder / f"{name}-{digest.hexdigest()[:16]}.so"
-        if library.exists() and library.stat().st_size:  # empty: the power went before it was on the disk
+        if whole(library):
             return library
         folder.mkdir(parents=True, exist_ok=True)
         # Renamed when complete: two processes may compile at once.
@@ -65,12 +67,29 @@ def compiled(
                     hint or f"run it by hand: {' '.join(words[:-2])}",
                 )
             library.with_suffix(".log").write_text(done.stderr, encoding="utf-8")
-            with made.open("rb") as file:
-                os.fsync(file.fileno())
+            _seal(made)
             made.replace(library)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         raise MachineProblem(f"compiled kernels cannot be kept: {error}", "set SPECPILOT_CACHE to a folder.") from error
     return library
+
+
+def whole(library: Path) -> bool:
+    """Whether a file is a library as `compiled` leaves it, to the last byte."""
+    try:
+        data = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return len(data) > _DIGEST and hashlib.sha256(data[:-_DIGEST]).digest() == data[-_DIGEST:]
+
+
+def _seal(library: Path) -> None:
+    """Put the digest behind a library, where no loader looks, and all of it on the disk."""
+    digest = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def loaded(make: Callable[[], Path]) -> ctypes.CDLL:
@@ -81,7 +100,7 @@ def loaded(make: Callable[[], Path]) -> ctypes.CDLL:
     library = make()
     try:
         return ctypes.CDLL(str(library))
-    except OSError:  # damaged on the disk
+    except OSError:  # of another machine, or without a library it needs: the flags do not say everything
         try:
             library.unlink(missing_ok=True)
             return ctypes.CDLL(str(make()))

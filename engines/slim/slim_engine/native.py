@@ -1,7 +1,8 @@
 """Compiles C++ sources into a shared library and loads it with ctypes. Unused by the stock engine; mechanisms share it.
 
 The library is keyed by the sources, the flags, the compiler and the processor, so a cache folder may be shared or moved: a library is
-never loaded on a machine, or for a source, that it was not built for.
+never loaded on a machine, or for a source, that it was not built for. Its last bytes are the digest of all before them: one that is not whole
+(the power went, the disk was full, a copy was cut off) would end the process in the loader or, worse, later, so it is built again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from slim_engine.tunables import TREE
 
 NATIVE = TREE / "native"
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
+_DIGEST = hashlib.sha256().digest_size
 
 
 class NativeBuildError(SlimError):
@@ -37,10 +39,22 @@ def load_native(sources: Sequence[str | Path], flags: Sequence[str] = ()) -> cty
             raise NativeBuildError(f"native source {path} does not exist")
     compiler = _compiler()
     command = [compiler, *FLAGS, *flags]
-    library = cache_folder() / f"{_key(paths, command)}.so"
-    if not library.exists():
-        _build(paths, command, library)
-    return ctypes.CDLL(str(library))
+    try:
+        library = cache_folder() / f"{_key(paths, command)}.so"
+        if not whole(library):
+            _build(paths, command, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeBuildError(f"the native library cannot be kept or loaded: {error}; set SLIM_NATIVE_CACHE") from error
+
+
+def whole(library: Path) -> bool:
+    """Whether a file is a library as `load_native` leaves it, to the last byte."""
+    try:
+        data = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return len(data) > _DIGEST and hashlib.sha256(data[:-_DIGEST]).digest() == data[-_DIGEST:]
 
 
 def cache_folder() -> Path:
@@ -76,6 +90,15 @@ def _key(paths: Sequence[Path], command: Sequence[str]) -> str:
     return digest.hexdigest()[:32]
 
 
+def _seal(library: Path) -> None:
+    """Puts the digest behind a library, where no loader looks, and all of it on the disk."""
+    digest = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _build(paths: Sequence[Path], command: Sequence[str], library: Path) -> None:
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
@@ -85,6 +108,7 @@ def _build(paths: Sequence[Path], command: Sequence[str], library: Path) -> None
         )
         if done.returncode != 0:
             raise NativeBuildError(f"{command[0]} failed on {', '.join(p.name for p in paths)}:\n{done.stderr[-4000:]}")
+        _seal(Path(temporary))
         os.replace(temporary, library)  # atomic: two processes may build the same library at once
     finally:
         Path(temporary).unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -231,6 +232,33 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path, damage: bytes) -> N
 
     with pytest.raises(MachineProblem, match="cannot be loaded"):
         loaded(never)
+
+
+def test_a_library_that_was_cut_off_is_compiled_again(tmp_path: Path) -> None:
+    """The loader may die of one that is not empty: each is opened in a process of its own."""
+    compiler, source = shutil.which("g++"), tmp_path / "seven.cpp"
+    if compiler is None:
+        pytest.skip("needs g++")
+    source.write_text('static int table[4096] = {7}; extern "C" int seven() { return table[0]; }')
+    child = (
+        "import sys; from pathlib import Path; from specpilot.kernels.w12.compiling import compiled, loaded\n"
+        f"source, command = Path({str(source)!r}), [{compiler!r}, '-shared', '-fPIC']\n"
+        f"print(loaded(lambda: compiled('seven', command, [source], [source], folder=source.parent / 'kept')).seven())"
+    )
+
+    def seven() -> Path:
+        done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+        return next((tmp_path / "kept").glob("*.so"))
+
+    kept = seven()
+    good, node = kept.read_bytes(), kept.stat().st_ino
+    assert seven().stat().st_ino == node, "a whole one is kept"
+    for length in (1, 64, 1000, 4096, len(good) // 2, len(good) - 1000, len(good) - 1):
+        kept.write_bytes(good[:length])
+        assert compiling.whole(seven()), f"cut off at {length} of {len(good)} bytes"
+    kept.write_bytes(good[:4096] + bytes(len(good) - 4096))  # blocks that never reached the disk
+    assert compiling.whole(seven())
 
 
 @pytest.mark.parametrize(
