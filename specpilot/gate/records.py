@@ -185,12 +185,16 @@ class SelfTestResult(Record):
     null_decision: str = ""
     null_pairs: list[float] = Field(default_factory=list)
     """Ratios of the A/A pairs: the machine's noise, for the smallest effect that a comparison can detect."""
+    min_effect: float = 1.0
+    """The smallest gain that this run admits. Two processes of one program may differ by less: where their memory lies does that."""
     seconds: float = 0.0
 
     @property
     def biased(self) -> bool:
-        """The same engine on both sides came out as different from itself."""
-        return self.null_low is not None and self.null_high is not None and not self.null_low <= 1.0 <= self.null_high
+        """The same engine on both sides came out as different from itself, by as much as a gain that would be admitted."""
+        if self.null_low is None or self.null_high is None:
+            return False
+        return self.null_low > self.min_effect or self.null_high < 1.0 / self.min_effect
 
     @property
     def told_apart(self) -> float | None:

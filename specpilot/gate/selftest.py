@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from specpilot.contracts import Calibration, Comparison, Leg, Reason
@@ -91,6 +92,7 @@ def self_test(context: SelfTestContext, cheats: str | Iterable[str] = "quick") -
         null_high=comparison.high if comparison else None,
         null_decision=comparison.decision if comparison else "",
         null_pairs=comparison.pairs if comparison else [],
+        min_effect=context.deployment.measurement.min_effect,
         seconds=time.monotonic() - began,
     )
     return result.model_copy(update={"passed": False}) if result.biased else result
@@ -185,7 +187,7 @@ def _a_against_a(context: SelfTestContext, bench: Bench, base: EngineServer, tre
                 settings,
                 AA_ALPHA,
                 regime=context.deployment.regime,
-                settled=says_enough,
+                settled=partial(says_enough, min_effect=context.deployment.measurement.min_effect),
                 max_seconds=AA_SECONDS,
             )
     except CandidateFailed as error:  # both sides are the stock engine: nobody's candidate failed
@@ -195,10 +197,10 @@ def _a_against_a(context: SelfTestContext, bench: Bench, base: EngineServer, tre
     return comparison
 
 
-def says_enough(interval: Interval) -> bool:
-    """The A/A pairs tell `AA_CLOSE` apart from none, or show that the two sides are not alike."""
-    close = math.log(AA_CLOSE)
-    return (-close <= interval.low and interval.high <= close) or not interval.low <= 0.0 <= interval.high
+def says_enough(interval: Interval, min_effect: float) -> bool:
+    """The A/A pairs tell `AA_CLOSE` apart from none, or show a bias of `min_effect` or more."""
+    close, bias = math.log(AA_CLOSE), math.log(min_effect)
+    return (-close <= interval.low and interval.high <= close) or interval.low > bias or interval.high < -bias
 
 
 def resolution_note(result: SelfTestResult) -> str:
