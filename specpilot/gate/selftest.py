@@ -208,8 +208,9 @@ def resolution_note(result: SelfTestResult) -> str:
     told = result.told_apart
     if told is None or told <= AA_CLOSE:
         return ""
+    differences = f"differences below {told:.2f}x" if math.isfinite(told) else "any difference"
     return (
-        f"this session could not tell differences below {told:.2f}x apart from none: the unchanged engine against itself came "
+        f"this session could not tell {differences} apart from none: the unchanged engine against itself came "
         f"out as {result.null_ratio:.2f}x [{result.null_low:.2f}, {result.null_high:.2f}] over {len(result.null_pairs)} pairs, "
         f"{AA_CLOSE:.2f}x is aimed at; a smaller gain rests on its own pairs, not on a shown absence of bias"
     )
