@@ -35,11 +35,11 @@ _CLIENT = """\
 ## What a client sends
 
     curl -s http://127.0.0.1:30000/v1/chat/completions -H 'Content-Type: application/json' \\
-      -d '{"model": "MODEL", "messages": [{"role": "user", "content": "Name three primes."}], "temperature": 0, "max_tokens": 64}'
+      -d '{"messages": [{"role": "user", "content": "Name three primes."}], "temperature": 0, "max_tokens": 64}'
 
 - `"temperature": 0`, in every request. Then each token is the target's own first choice, near-ties apart; that is what `verify.sh`
   checks. Without it the server samples at 1.0, as OpenAI's API does: answers differ from call to call.SAMPLING
-- `"model": "MODEL"`, or none: the name of the checkpoint's folder, which TARGET_DIR may change; `GET /v1/models` says it.
+- `"model"`: `"MODEL"`, or left out, as above. It is the name of the checkpoint's folder, so with TARGET_DIR it is that folder's; `GET /v1/models` says it.
 - OpenAI's API: `GET /v1/models`, `POST /v1/completions`, `POST /v1/chat/completions`, each streaming with `"stream": true`. No key is asked for.
 - The native API, SGLang's words: `POST /generate` (`input_ids` or `text`, `sampling_params`), `GET /health`, `GET /server_info`.
 """
