@@ -170,7 +170,8 @@ class EngineThread:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._farewell = _GOING_DOWN  # what requests hear that come, or still run, when the thread ends
+        self.farewell = _GOING_DOWN  # what requests hear that come, or still run, when the thread ends
+        self.broken = False  # it ended because of an error
         self.threads = 0  # of torch in this thread, once the models are loaded
         self.ready: Future[Scheduler] = Future()
         self._thread = threading.Thread(target=self._run, name="slim-engine", daemon=True)
@@ -199,7 +200,7 @@ class EngineThread:
     def submit(self, request: Request) -> None:
         """Hands a request over; its chunks arrive through request.emit, called in the engine thread."""
         if not self._post(lambda: self.ready.result().add(request)):
-            request.finish = {"type": "abort", "message": self._farewell}
+            request.finish = {"type": "abort", "message": self.farewell}
             request.emit(Chunk([], [], request.finish))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -213,7 +214,7 @@ class EngineThread:
                 future.set_exception(error)
 
         if not self._post(run):
-            future.set_exception(ValueError(self._farewell))
+            future.set_exception(ValueError(self.farewell))
         return future
 
     def _post(self, item: Callable[[], None]) -> bool:
@@ -239,12 +240,12 @@ class EngineThread:
             try:
                 self._work(scheduler)
             except BaseException as error:  # nobody above would tell the clients that wait
+                self.broken, self.farewell = True, f"the engine thread ended: {type(error).__name__}: {error}"
                 traceback.print_exc()
-                self._farewell = f"the engine thread ended: {type(error).__name__}: {error}"
             finally:
                 self.halt()  # from here on nothing is taken, so that nothing is left waiting
                 self._empty_inbox()
-                scheduler.abort_all(self._farewell)
+                scheduler.abort_all(self.farewell)
 
     def _work(self, scheduler: Scheduler) -> None:
         while not self._stopping:

@@ -1,6 +1,7 @@
 """The server process: options, models, HTTP, and an orderly end.
 
-Exit codes: 0 after SIGTERM or SIGINT, 2 for options or checkpoints that cannot be served, 3 for an address that cannot be bound.
+Exit codes: 0 after SIGTERM or SIGINT, 1 after either if the engine thread had ended before, 2 for options or checkpoints that cannot be
+served, 3 for an address that cannot be bound.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener.close()
         thread.stop()
         return 2
+    except BaseException:
+        listener.close()
+        raise
     print(
         f"slim: {service.model_name} ({options.method}) on http://{args.host}:{listener.getsockname()[1]}", flush=True
     )
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(_serve(build_app(service), listener, thread))
     finally:
         thread.stop()
-    return 0
+    return 1 if thread.broken else 0
 
 
 def build_app(service: Service) -> FastAPI:
@@ -93,7 +97,7 @@ def build_app(service: Service) -> FastAPI:
 
     @app.exception_handler(EngineFault)
     async def fault(_: HttpRequest, error: EngineFault) -> JSONResponse:
-        return _error(500, str(error), "server_error")
+        return _error(500 if service.thread.alive else 503, str(error), "server_error")
 
     @app.exception_handler(Exception)
     async def defect(_: HttpRequest, error: Exception) -> JSONResponse:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -20,7 +19,7 @@ from slim_engine.sampling import SamplingParams
 from slim_engine.scheduler import EngineThread
 from slim_engine.text import Detokenizer, TextCodec, TextStream
 
-_POLL_S = 1.0  # how often a waiting non-streaming request looks whether its client is still there
+_POLL_S = 1.0  # how often a waiting request looks whether the engine, and a non-streaming one whether its client, is still there
 
 
 class EngineFault(Exception):
@@ -35,12 +34,15 @@ class Generation:
     queue: asyncio.Queue[Chunk]
     text: TextStream
     output_logprobs: list[TokenLogprob] = field(default_factory=list)
+    thread: EngineThread | None = None
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """Chunks as they come. Closing the iterator early cancels the request."""
         try:
             while True:
-                chunk = await self.queue.get()
+                chunk = await self._next()
+                if chunk is None:
+                    continue
                 self.output_logprobs += chunk.logprobs
                 yield chunk
                 if chunk.finish is not None:
@@ -53,9 +55,7 @@ class Generation:
         pieces: list[str] = []
         look_at = time.monotonic() + _POLL_S
         while True:
-            chunk = None
-            with contextlib.suppress(TimeoutError):
-                chunk = await asyncio.wait_for(self.queue.get(), _POLL_S)
+            chunk = await self._next()
             if time.monotonic() >= look_at:  # also where chunks never stop coming
                 self.request.cancelled = self.request.cancelled or await http.is_disconnected()
                 look_at = time.monotonic() + _POLL_S
@@ -67,6 +67,20 @@ class Generation:
                 if chunk.finish["type"] == "abort":
                     raise EngineFault(chunk.finish["message"])
                 return "".join(pieces)
+
+    async def _next(self) -> Chunk | None:
+        """The next chunk, or None if none came for a while. The last one, if the engine thread ended and has told nobody."""
+        try:
+            async with asyncio.timeout(_POLL_S):
+                return await self.queue.get()
+        except TimeoutError:
+            if self.thread is None or self.thread.alive:
+                return None
+        await asyncio.sleep(0)  # what it delivered at its end is in the queue now
+        if not self.queue.empty():
+            return self.queue.get_nowait()
+        self.request.finish = {"type": "abort", "message": self.thread.farewell}
+        return Chunk([], [], self.request.finish)
 
 
 class Service:
@@ -104,6 +118,7 @@ class Service:
             detokenizer=Detokenizer(self.codec, params.skip_special_tokens) if params.stop else None,
         )
         generation = Generation(request, queue, TextStream(self.codec, params.stop, params.skip_special_tokens))
+        generation.thread = self.thread
         self.thread.submit(request)
         return generation
 
