@@ -68,7 +68,9 @@ class SearchReport:
             figure = "no setting could be measured" if best is None else f"best {best:.3f}x, mean {mean:.3f}x"
             failed = f", {self.failed[arm]} failed" if self.failed[arm] else ""
             label = "TPE" if arm == "tpe" else "random search"
-            parts.append(f"{label}: {figure} over {self.trials[arm]} trials{failed}")
+            parts.append(
+                f"{label}: {figure} over {self.trials[arm]} trial{'' if self.trials[arm] == 1 else 's'}{failed}"
+            )
         if "random" not in self.trials:
             return "; ".join([*parts, "no control was run"])
         tpe, control = self.best["tpe"], self.best["random"]

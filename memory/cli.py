@@ -17,7 +17,7 @@ from rich.table import Table
 
 from .database import default_url
 from .errors import MemoryError_
-from .recall import merely_null
+from .recall import measured_by, merely_null
 from .records import Effect, Mechanism, StoredMechanism
 from .store import MemoryStore
 
@@ -89,14 +89,14 @@ def make_app(loop: Loop | None = None) -> typer.Typer:
         """Write the whole store to FILE."""
         with _open(url) as store, _clear():
             count = store.export(file)
-        console.print(f"wrote {count} mechanisms to {escape(str(file))}")
+        console.print(f"wrote {_count(count, 'mechanism')} to {escape(str(file))}")
 
     @app.command("import")
     def import_(file: Path, url: Url = None) -> None:
         """Merge FILE, written by `export`, into the store."""
         with _open(url) as store, _clear():
             mechanisms, effects = store.import_(file)
-        console.print(f"{mechanisms} new mechanisms, {effects} new effects")
+        console.print(f"{_count(mechanisms, 'new mechanism')}, {_count(effects, 'new effect')}")
 
     @app.command()
     def verify(
@@ -168,7 +168,7 @@ def _findings(stored: StoredMechanism, problems: list[str], what: str) -> list[s
         lines.append("evidence: no effect was ever recorded: the mechanism is unproven")
     elif not problems:
         lines.append(
-            f"evidence: checksums match; {what} of {len(stored.effects)} effect(s) follow from the raw samples"
+            f"evidence: checksums match; {what} of {_count(len(stored.effects), 'effect')} follow from the raw samples"
         )
     return lines
 
@@ -193,7 +193,7 @@ def describe(stored: StoredMechanism) -> list[str]:
         f"  preconditions: {mechanism.preconditions.model_dump_json(exclude_defaults=True)}",
         f"  requires: {', '.join(mechanism.requires) or 'nothing'}",
         f"  must grow: {', '.join(mechanism.counters) or '-'}; must not: {', '.join(mechanism.forbidden_counters) or '-'}",
-        f"  patch: {len(mechanism.patch.splitlines())} lines, sha256 {mechanism.patch_sha256}",
+        f"  patch: {_count(len(mechanism.patch.splitlines()), 'line')}, sha256 {mechanism.patch_sha256}",
     ]
     if mechanism.notes:
         lines.append(f"  notes: {mechanism.notes.strip()}")
@@ -210,9 +210,13 @@ def _effect_line(effect: Effect) -> str:
     where = f"{effect.deployment} on {effect.hardware.name or effect.hardware.hardware_class}"
     when = f"{effect.at:%Y-%m-%d %H:%M} UTC" if effect.at else "no date"
     return (
-        f"  effect: {effect.ratio:.3f}x [{effect.low:.3f}, {effect.high:.3f}] over {len(effect.samples)} pairs, {where}"
-        f"{length} ({outcome}; run {effect.run or '-'}, {when})"
+        f"  effect: {effect.ratio:.3f}x [{effect.low:.3f}, {effect.high:.3f}] over {_count(len(effect.samples), 'pair')}, {where}"
+        f"{length} ({outcome}; {measured_by(effect)}, {when})"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _overview(items: list[StoredMechanism]) -> Table:

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 
 from .records import Effect, Preconditions, Recalled, RecallQuery, StoredMechanism
 
+SEED_RUN = "seedrun"
+"""Name that the seeds' effects bear for the one run, on the machine of the development, that made them."""
 GAIN_STEP = 0.05
 """Lower ends closer than this are one expected gain; the component's wasted time decides between them."""
 ELSEWHERE_DISCOUNT = 0.5
@@ -127,9 +129,17 @@ def merely_null(effect: Effect) -> bool:
     return effect.outcome == "refuted" and effect.reason == "no-gain" and effect.low < 1.0 < effect.high
 
 
+def measured_by(effect: Effect) -> str:
+    """Which run measured an effect, and there which round's worker: what an attempt's id (`r3-search-1`) begins with."""
+    if effect.run == SEED_RUN:
+        return "the run that made the seed memory"
+    who = f", round {effect.round}, {effect.worker}" if effect.worker and effect.round is not None else ""
+    return f"run {effect.run}{who}" if effect.run else "an unknown run"
+
+
 def _refutation(effect: Effect) -> str:
     what = "no effect" if merely_null(effect) else effect.reason
-    return f"{what}: {effect.ratio:.2f}x [{effect.low:.2f}, {effect.high:.2f}], run {effect.run or 'unknown'}"
+    return f"{what}: {effect.ratio:.2f}x [{effect.low:.2f}, {effect.high:.2f}], {measured_by(effect)}"
 
 
 def _expected_gain(stored: StoredMechanism, here: list[Effect], query: RecallQuery) -> tuple[float, str]:

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from specpilot.memory import Hardware
+from specpilot.memory import Hardware, MemoryStore
+from specpilot.memory.recall import measured_by
 
 AVX512 = Hardware(kind="cpu", isa=["avx2", "avx512f"])
 
@@ -165,3 +166,13 @@ def test_a_null_without_any_proof_here_is_enough_to_wait(store, mechanism, effec
     assert store.recall(query(deployment_fingerprint="f1"))[0].refuted_on_this.startswith(
         "no effect: 1.30x [0.00, inf]"
     )
+
+
+def test_who_measured_is_said_in_words(effect, url):
+    """A round's worker is what an attempt's id (`r3-search-1`) begins with; the seeds' run has a name that tells nobody anything."""
+    assert measured_by(effect(run="run-7", round=3, worker="search")) == "run run-7, round 3, search"
+    assert measured_by(effect(run="run-7")) == "run run-7"
+    assert measured_by(effect(run="")) == "an unknown run"
+    with MemoryStore(url) as seeded:
+        told = [measured_by(one) for item in seeded.mechanisms() for one in item.effects]
+    assert "the run that made the seed memory" in told and not any("seedrun" in words for words in told)
