@@ -13,10 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpilot import deployment as module
-from specpilot.deployment import bundled_deployments, find_deployment, load_deployment, parse_deployment
+from specpilot.deployment import GateSettings, bundled_deployments, find_deployment, load_deployment, parse_deployment
 from specpilot.errors import MissingModelError, UsageError
+from specpilot.evaluation.prompts import CLOSING_SHARE, PHRASE_TOKENS
+from specpilot.gate.selftest import CHOSEN_FROM
+from specpilot.loop.finish import CLOSING_PROMPTS
 from specpilot.models import ensure_models
 
+ROOT = Path(__file__).parents[2]
 DIGEST = "a" * 64
 
 
@@ -241,3 +245,13 @@ def test_any_yaml_is_either_a_deployment_or_a_usage_error(value: Any) -> None:
         parse_deployment(yaml.safe_dump(value), Path("/d"))
     except UsageError as error:
         assert error.exit_code == 2
+
+
+def test_the_readme_says_how_many_prompts_the_code_needs() -> None:
+    """The numbers in "Your own model" are the code's."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    gate = GateSettings()
+    assert f"each ask for ({gate.hidden_prompts} and {gate.natural_stop_prompts} unless you set them)" in text
+    assert f"Better {CHOSEN_FROM} tuning and {CLOSING_SHARE * CLOSING_PROMPTS} hidden texts" in text
+    assert f"picks short ones of {CHOSEN_FROM}" in text and f"which asks {CLOSING_PROMPTS}." in text
+    assert f"`regime.input_tokens` less {PHRASE_TOKENS} tokens" in text
