@@ -71,7 +71,7 @@ class Baselines(Record):
     ratios: list[RatioFigure]
     prompts: int
     prompt_sets: list[str]
-    """Where they are from: tuning, hidden."""
+    """Where they are from: tuning, or closing (hidden ones that nothing else asks)."""
     alpha: float
     seconds: float
     machine: dict[str, Any] = Field(default_factory=dict)

@@ -10,7 +10,7 @@ from specpilot.contracts import AttemptState, Calibration, GapTable
 from specpilot.gate.records import SelfTestResult
 from specpilot.journal import AttemptRow
 from specpilot.loop.context import RunContext
-from specpilot.loop.leave_one_out import WORKER
+from specpilot.loop.leave_one_out import WORKER, missed
 from specpilot.loop.records import LeftOut
 from specpilot.loop.state import mechanism_of, merge_records
 from specpilot.report.data import (
@@ -93,9 +93,9 @@ def merged_steps(context: RunContext) -> list[Step]:
 
 
 def left_out(context: RunContext) -> list[Again]:
-    """What leaving each merged change out of the final engine showed."""
+    """What leaving each merged change out of the final engine showed, or that there was no time for it."""
     keys = context.journal.finished_keys(lambda key: key.startswith("without/") and key.count("/") == 2)
-    found: list[LeftOut] = [context.journal.result(key, LeftOut) for key in keys]
+    found: list[LeftOut] = [*(context.journal.result(key, LeftOut) for key in keys), *missed(context)]
     return [Again.model_validate(item.model_dump(mode="json", include=set(Again.model_fields))) for item in found]
 
 

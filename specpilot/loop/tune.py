@@ -22,17 +22,20 @@ from specpilot.loop.assess import patiently
 from specpilot.loop.budget import EXPECTED_ASSESS_S, BudgetClock
 from specpilot.loop.context import RunContext
 from specpilot.loop.explore import submit
+from specpilot.loop.leave_one_out import expected_s
 from specpilot.loop.records import Submitted, WorkerResult
 
 SCREENING_PROMPTS = 2
-EXPECTED_TRIAL_S = 15.0
+EXPECTED_TRIAL_S = 25.0
+"""Seconds of one trial: a start and three short legs. Recorded ones took 19 to 30."""
 
 
 def tune(context: RunContext, number: int, work: WorkContext, waiting: int = 0) -> list[Submitted]:
     """Runs the search for this base, once; at most one candidate comes out.
 
     `waiting`: candidates of this round that are still to be measured. Trials end while there is time for these and for
-    the search's own: what memory knows to help must not go unmeasured because knobs were screened before it.
+    the search's own, and to re-test what was merged before: what memory knows to help must not go unmeasured because knobs
+    were screened before it, and neither must what the run claims for each of its changes.
     """
     result: WorkerResult = context.journal.step(
         f"r{number}/worker/search", lambda: _search(context, number, work, waiting), model=WorkerResult
@@ -42,9 +45,9 @@ def tune(context: RunContext, number: int, work: WorkContext, waiting: int = 0) 
     return result.attempts
 
 
-def may_try(budget: BudgetClock, waiting: int) -> bool:
-    """Whether a further trial leaves time for `waiting` candidates and for what the search itself may propose."""
-    return budget.may_start(EXPECTED_TRIAL_S + EXPECTED_ASSESS_S * (waiting + 1)) is None
+def may_try(budget: BudgetClock, waiting: int, owed_s: float = 0.0) -> bool:
+    """Whether a further trial leaves time for `waiting` candidates, for what the search itself may propose, and for `owed_s` more."""
+    return budget.may_start(EXPECTED_TRIAL_S + EXPECTED_ASSESS_S * (waiting + 1) + owed_s) is None
 
 
 def _search(context: RunContext, number: int, work: WorkContext, waiting: int) -> WorkerResult:
@@ -54,9 +57,10 @@ def _search(context: RunContext, number: int, work: WorkContext, waiting: int) -
     if session is None:
         return WorkerResult(worker="search", attempts=[], note="the engine declares nothing to tune")
     key = f"r{number}-search"
+    owed_s = expected_s(context)
     with context.engine(work.base_commit, "final", f"{key}-base") as base:
         base.freeze()
-        while may_try(context.budget, waiting) and (trial := session.ask()) is not None:
+        while may_try(context.budget, waiting, owed_s) and (trial := session.ask()) is not None:
             ratio = patiently(context, key, partial(_screen, context, key, base, work, trial))
             session.tell(trial, ratio)
             context.say("trial", worker="search", arm=trial.arm, values=trial.values, ratio=ratio)

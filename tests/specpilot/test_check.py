@@ -56,9 +56,9 @@ def load(folder: Path, *overrides: str) -> Deployment:
 
 def test_too_little_time_is_told_before_it_is_spent(folder: Path) -> None:
     assert (budget.CLOSING_RESERVE_S + budget.EXPECTED_ASSESS_S) / 60 == LEAST_MINUTES
-    with pytest.raises(UsageError, match=r"budget.wall_clock_minutes: 3 is too little.*take about 3\.5"):
+    with pytest.raises(UsageError, match=r"budget.wall_clock_minutes: 3 is too little.*take about 3\.75"):
         check(load(folder, "budget.wall_clock_minutes=3"))
-    check(load(folder, "budget.wall_clock_minutes=3.5"))
+    check(load(folder, "budget.wall_clock_minutes=3.75"))
     check(load(folder, "budget.wall_clock_minutes=null"))
 
 

@@ -71,11 +71,20 @@ def test_an_unknown_cache_type_is_said_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("used_s", "waiting", "allowed"), [(310, 1, True), (320, 1, False), (310, 2, False), (370, 0, True)]
+    ("used_s", "waiting", "owed_s", "allowed"),
+    [
+        (270, 1, 0, True),
+        (280, 1, 0, False),
+        (270, 2, 0, False),
+        (345, 0, 0, True),
+        (270, 1, 75, False),
+        (195, 1, 75, True),
+    ],
 )
 def test_knobs_are_screened_only_while_candidates_keep_their_time(
-    tmp_path: Path, used_s: float, waiting: int, allowed: bool
+    tmp_path: Path, used_s: float, waiting: int, owed_s: float, allowed: bool
 ) -> None:
-    """Ten minutes less 150 s for the closing session: 450 s. A trial takes 15 s, each candidate 60 s, the search's own included."""
+    """Ten minutes less 150 s for the closing session: 450 s. A trial takes 25 s, each candidate 75 s, the search's own included,
+    and each change that was merged before is to be re-tested."""
     journal = Journal.create(tmp_path / "journal.db", {"elapsed_s": used_s})
-    assert may_try(BudgetClock(Budget(wall_clock_minutes=10.0), journal), waiting) is allowed
+    assert may_try(BudgetClock(Budget(wall_clock_minutes=10.0), journal), waiting, owed_s) is allowed

@@ -53,7 +53,7 @@ def test_wall_clock_ends_a_run_with_what_it_has(tmp_path: Path, monkeypatch: pyt
     assert outcome.exit_code == 0
     assert set(outcome.final["variants"]) == {"ar", "stock", "final", "final-ar"}
     assert outcome.final["prompts"] == 6, "two batches of three at least"
-    assert outcome.final["prompt_sets"] == ["hidden"], "the figures are for prompts that no worker has seen"
+    assert outcome.final["prompt_sets"] == ["closing"], "the figures are for prompts that no worker has seen"
     journal = Journal.open(tmp_path / "run" / JOURNAL_NAME)
     assert [row.state for row in journal.attempts()] == [AttemptState.superseded]
     assert stop_reason(tmp_path / "run") == "budget-wall-clock"
@@ -117,7 +117,7 @@ def test_what_is_no_extension_is_refused(tmp_path: Path, minutes: float | None, 
     with pytest.raises(UsageError, match="no extension"):
         budget.extend(Budget(), journal, minutes, rounds)
     journal.set_meta("elapsed_s", 1000.0)
-    with pytest.raises(UsageError, match="too little: .* about 3.5"):
+    with pytest.raises(UsageError, match="too little: .* about 3.8"):
         budget.extend(Budget(), journal, 3.0, None)
     with pytest.raises(UsageError, match="no wall-clock limit"):
         budget.extend(Budget(wall_clock_minutes=None), journal, 5.0, None)

@@ -71,8 +71,22 @@ def test_both_mechanisms_still_help(ended: Path) -> None:
         assert item.gain is not None and item.low is not None and 1.0 < item.low < item.gain
     with open_run(ended) as context:
         data = report_data(context)
-    assert [item.words for item in data.left_out] == ["still helps", "still helps"]
+    assert sorted(item.words[:30] for item in data.left_out) == ["still helps", "still helps (laid on last: as "]
     assert "Each merged change re-tested" in (ended / "report.html").read_text()
+
+
+def test_what_was_laid_on_last_is_not_measured_twice(ended: Path) -> None:
+    """The engine without it is the very one that it was measured against."""
+    with open_run(ended) as context:
+        *before, last = module.standing(context)
+        assert last.after == context.trees.best()
+    told = {item.attempt_id: item for item in results(ended).values()}
+    again = told[last.attempt_id]
+    assert (again.gain, again.low, again.high) == (last.gain, last.low, last.high) and "laid on last" in again.detail
+    assert [item.attempt_id for item in before if told[item.attempt_id].detail == ""] == [before[0].attempt_id]
+    assert [key for key in starts(ended) if key.startswith("without/") and key.endswith("/assess")] == [
+        f"without/{last.after[:12]}/{before[0].attempt_id}/assess"
+    ]
 
 
 def test_resuming_tests_nothing_again(ended: Path) -> None:
@@ -81,31 +95,42 @@ def test_resuming_tests_nothing_again(ended: Path) -> None:
     assert starts(ended) == before
 
 
+def test_without_time_it_says_what_was_not_tested(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXPECTED_S", 1e9)
+    with open_run(ended) as context:
+        head, plan = context.trees.best(), context.journal.get_meta(module.PLAN)
+        first, last = module.standing(context)
+        name = module.name_of(context, first.attempt_id)
+        key = f"without/{head[:12]}/{first.attempt_id}"
+        finished = context.journal.finished
+        monkeypatch.setattr(context.journal, "finished", lambda asked: asked != key and finished(asked))
+        for _ in range(2):
+            assert module.leave_one_out(context, head) == head
+        notes = [e.data["text"] for e in context.journal.events(kind="note") if "no time to re-test" in e.data["text"]]
+        assert notes == [f"the wall clock left no time to re-test by leaving it out: {name}"], "said once"
+        (untold,) = [item for item in report_data(context).left_out if item.detail == module.NO_TIME]
+        assert (untold.name, untold.words) == (name, "not told (not measured: no time left)")
+        assert module.expected_s(context) == 2e9, "a further change on top makes both of them owed"
+        monkeypatch.undo()
+        assert module.leave_one_out(context, head) == head
+        assert context.journal.get_meta(module.PLAN) == plan | {"missed": []}, "with time again nothing is missed"
+        assert module.missed(context) == [] and last.after == head
+
+
 def test_what_others_require_is_not_even_started(ended: Path) -> None:
     with open_run(ended) as context:
         stored = context.memory.get("tokens").mechanism
         context.memory.add(stored.model_copy(update={"requires": ["rounds"]}), origin="test")
         assert module.needed_by(context, "rounds") == ["tokens"] and module.needed_by(context, "tokens") == []
         step = next(item for item in module.standing(context) if module.name_of(context, item.attempt_id) == "rounds")
-        told = module._without(context, "without/x/rounds", step, context.trees.best())
-        assert told.outcome is Without.not_told and told.detail == "tokens cannot do without it"
+        told = module._for_free(context, step, context.trees.best())
+        assert told is not None and told.outcome is Without.not_told and told.detail == "tokens cannot do without it"
         assert not context.journal.finished("without/x/rounds/assess")
 
 
-def test_without_time_it_says_what_was_not_tested(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "EXPECTED_S", 1e9)
-    with open_run(ended) as context:
-        head = context.trees.best()
-        context.journal.set_meta(module.PLAN, None)
-        monkeypatch.setattr(context.journal, "finished", lambda key: False)
-        assert module.leave_one_out(context, head) == head
-        last = context.journal.events(kind="note")[-1]
-    assert last.data["text"].startswith("the wall clock left no time to re-test by leaving it out: ")
-    assert "rounds" in last.data["text"] and "tokens" in last.data["text"]
-
-
 def test_what_hurts_is_taken_out_and_the_parts_still_make_the_whole(tmp_path: Path) -> None:
-    """A burden is merged by hand behind two honest mechanisms; the run must find it, gate the rest and go on with that.
+    """A burden is merged by hand behind two honest mechanisms, and something else on top; the run must find it, gate the
+    rest and go on with that.
 
     It changed the very line of the first of them, which therefore does not come out while the burden is there.
     """
@@ -117,7 +142,8 @@ def test_what_hurts_is_taken_out_and_the_parts_still_make_the_whole(tmp_path: Pa
     quiet._folder = deployment.folder
     assert optimize(quiet, run, plain=True, memory=memory).exit_code == 0
     assert results(run) == {}
-    burden = _merge_a_burden(run)
+    burden = _merge_by_hand(run, "x-1", "burden", {"round_s": 0.008})
+    later = _merge_by_hand(run, "x-2", "later", {"prefill_s": 0.0015})
     journal = Journal.open(run / JOURNAL_NAME)
     journal.set_meta("deployment", deployment.to_yaml())
     journal.set_meta("elapsed_s", 0.0)
@@ -130,36 +156,38 @@ def test_what_hurts_is_taken_out_and_the_parts_still_make_the_whole(tmp_path: Pa
     assert told["rounds"].outcome is Without.not_told and "does not come out" in told["rounds"].detail
     workspace = Workspace.open(run)
     assert workspace.best() == told["burden"].commit
-    assert workspace.read(workspace.best(), "behaviour.json") == workspace.read(burden.before, "behaviour.json")
+    left, before = (json.loads(workspace.read(c, "behaviour.json")) for c in (workspace.best(), burden.before))
+    assert left == before | {"prefill_s": 0.0015} and later.before == burden.after
+    assert told["later"].head == workspace.best(), "the engine without it is another one by now: measured after all"
     journal = Journal.open(run / JOURNAL_NAME)
     states = {row.id: row.state for row in journal.attempts()}
     journal.close()
     assert states["x-1"] is AttemptState.superseded and states["without-x-1"] is AttemptState.merged
     with RunSource.open(run) as source:
-        assert [step.name for step in source.merged][-2:] == ["burden", "without-x-1"]
+        assert [step.name for step in source.merged][-3:] == ["burden", "later", "without-x-1"]
     before = starts(run)
     assert resume(run, plain=True).exit_code == 0
     assert starts(run) == before
 
 
-def _merge_a_burden(run: Path) -> Merged:
-    """A merge record of a change that makes every round slower: what a gain of the past looks like when it has turned."""
+def _merge_by_hand(run: Path, attempt: str, name: str, changes: dict[str, float]) -> Merged:
+    """A merge record of any change; of one that makes every round slower: what a gain of the past looks like when it has turned."""
     with open_run(run) as context:
         head = context.trees.best()
-        worktree = context.trees.checkout("x-1", head)
+        worktree = context.trees.checkout(attempt, head)
         told = json.loads((worktree / "behaviour.json").read_text())
-        slower = json.dumps(told | {"round_s": 0.008}, indent=1, sort_keys=True)
+        slower = json.dumps(told | changes, indent=1, sort_keys=True)
         (worktree / "behaviour.json").write_text(f"{slower}\n")
-        commit = context.trees.commit_all("x-1", "A burden")
-        candidate = Candidate(attempt_id="x-1", worker="external", base_commit=head, commit=commit, branch="specpilot/x-1",
+        commit = context.trees.commit_all(attempt, name)
+        candidate = Candidate(attempt_id=attempt, worker="external", base_commit=head, commit=commit, branch=f"specpilot/{attempt}",
                               claim=Claim(component="host", hypothesis="It was good once."))  # fmt: skip
-        data = {"candidate": candidate.model_dump(mode="json"), "remember": {"name": "burden"}}
-        context.journal.create_attempt("x-1", round=0, worker="external", component="host", data=data)
-        advance(context, "x-1", AttemptState.accepted)
-        merged = Merged(attempt_id="x-1", before=head, after=commit, merged=True, reason=None, detail="by hand",
+        data = {"candidate": candidate.model_dump(mode="json"), "remember": {"name": name}}
+        context.journal.create_attempt(attempt, round=0, worker="external", component="host", data=data)
+        advance(context, attempt, AttemptState.accepted)
+        merged = Merged(attempt_id=attempt, before=head, after=commit, merged=True, reason=None, detail="by hand",
                         gain=1.05, low=1.01, high=1.1)  # fmt: skip
-        context.journal.step("x/x-1/merge", lambda: merged, model=Merged)
-        advance(context, "x-1", AttemptState.merged)
+        context.journal.step(f"x/{attempt}/merge", lambda: merged, model=Merged)
+        advance(context, attempt, AttemptState.merged)
         context.trees.set_head(commit)
         context.trees.prune_unknown(set())
     return merged
