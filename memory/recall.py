@@ -1,13 +1,15 @@
 """Which stored mechanisms fit a run, in which order, and why: pure functions over records.
 
 Order: verified on this hardware class, then verified elsewhere, then unproven, then refuted here. Within a
-group: expected gain (lower end of the interval, steps of 5 %), then the time the cost model says the
+group: expected gain (what this very deployment measured, drawn towards the estimate; else the lower end of the interval; steps
+of 5 %), then the time the cost model says the
 component wastes, then fewer missing requirements. A mechanism never comes before one it requires.
 Nothing is forbidden: what was refuted here is offered last, and says so.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 
@@ -17,6 +19,8 @@ SEED_RUN = "seedrun"
 """Name that the seeds' effects bear for the one run, on the machine of the development, that made them."""
 GAIN_STEP = 0.05
 """Lower ends closer than this are one expected gain; the component's wasted time decides between them."""
+NO_GAIN = ("no-gain", "no-gain-in-sum")
+"""Reasons of a refutation that is a measurement of a gain."""
 ELSEWHERE_DISCOUNT = 0.5
 """Share of a gain that is expected to carry over from another hardware class, or from a prediction alone."""
 
@@ -142,8 +146,37 @@ def _refutation(effect: Effect) -> str:
     return f"{what}: {effect.ratio:.2f}x [{effect.low:.2f}, {effect.high:.2f}], {measured_by(effect)}"
 
 
+def measured_here(here: list[Effect], query: RecallQuery) -> list[Effect]:
+    """Effects on this very deployment and kind of machine that say what the mechanism gains, newest first.
+
+    Nulls and losses are measurements as well. What the gate refused is the gain of another thing; an open interval holds none.
+    """
+    told = (e for e in _on_this(here, query) if e.outcome == "verified" or e.reason in NO_GAIN)
+    return [e for e in told if e.low > 0.0 and math.isfinite(e.high)]
+
+
 def _expected_gain(stored: StoredMechanism, here: list[Effect], query: RecallQuery) -> tuple[float, str]:
-    """(expected ratio, the sentence that says where it comes from)."""
+    """(expected ratio, the sentence that says where it comes from).
+
+    In logarithms each measurement by this very deployment has one part, and the estimate without them one; that estimate is
+    first brought inside the newest interval, so that no claim, however large, outbids what was measured.
+    """
+    estimate, basis = _estimated_gain(stored, here, query)
+    told = measured_here(here, query)
+    if not told:
+        return estimate, basis
+    estimate = min(max(stored.mechanism.predicted_gain or estimate, told[0].low), told[0].high)
+    logs = [math.log(e.ratio) for e in told]
+    expected = math.exp((sum(logs) + math.log(estimate)) / (len(logs) + 1))
+    times = "once" if len(logs) == 1 else f"{len(logs)} times"
+    return (
+        expected,
+        f"measured {math.exp(statistics.fmean(logs)):.2f}x here before ({times}), expected {expected:.2f}x; {basis}",
+    )
+
+
+def _estimated_gain(stored: StoredMechanism, here: list[Effect], query: RecallQuery) -> tuple[float, str]:
+    """The same without what this very deployment measured."""
     verified_here = [e for e in here if e.outcome == "verified"]
     if verified_here:
         low = statistics.median(e.low for e in verified_here)

@@ -214,7 +214,8 @@ class Recalled(_Record):
 
     stored: StoredMechanism
     score: float
-    """Expected end-to-end decode ratio: lower end of the interval where measured, else the discounted prediction."""
+    """Expected end-to-end decode ratio: what this deployment measured, drawn towards the prediction; where it measured nothing, the
+    lower end of others' intervals, or the discounted prediction."""
     why: str
     waits_for: list[str] = Field(default_factory=list)
     """Required mechanisms that are not in the engine yet."""

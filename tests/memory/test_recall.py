@@ -176,3 +176,52 @@ def test_who_measured_is_said_in_words(effect, url):
     with MemoryStore(url) as seeded:
         told = [measured_by(one) for item in seeded.mechanisms() for one in item.effects]
     assert "the run that made the seed memory" in told and not any("seedrun" in words for words in told)
+
+
+def test_what_was_measured_here_is_expected_again(store, mechanism, effect, query):
+    """1.84x [1.6, 2.1] here once, 2.2x predicted: the prediction is brought to 2.1, and the two means by the logarithm are 1.966."""
+    store.add(mechanism(predicted_gain=2.2), origin="a")
+    store.record_effect("bf16_gemm", effect(1.84, low=1.6, high=2.1))
+    found = store.recall(query(deployment_fingerprint="f1"))[0]
+    assert found.score == pytest.approx(math.sqrt(1.84 * 2.1))
+    assert found.why.startswith("measured 1.84x here before (once), expected 1.97x; verified on cpu/avx2")
+    assert store.recall(query(deployment_fingerprint="other"))[0].score == 1.6, "elsewhere the lower end, as ever"
+    store.record_effect("bf16_gemm", effect(1.70, low=1.5, high=1.9, run="run-2", at=datetime(2026, 11, 2, tzinfo=UTC)))
+    found = store.recall(query(deployment_fingerprint="f1"))[0]
+    assert found.score == pytest.approx((1.84 * 1.70 * 1.9) ** (1 / 3)) and "(2 times)" in found.why
+
+
+def test_a_claim_never_outbids_a_measurement(store, mechanism, effect, query):
+    null = {"low": 0.97, "high": 1.03, "outcome": "refuted", "reason": "no-gain"}
+    for name, predicted in (("boaster", 900.0), ("modest", 0.1)):
+        store.add(mechanism(name, predicted_gain=predicted), origin="a")
+        store.record_effect(name, effect(1.0, **null))
+    found = {item.name: item.score for item in store.recall(query(deployment_fingerprint="f1"))}
+    assert found == {"boaster": pytest.approx(math.sqrt(1.03)), "modest": pytest.approx(math.sqrt(0.97))}
+
+
+def test_the_order_follows_what_was_measured_here(store, mechanism, effect, query):
+    """A narrow small gain has the higher lower end; the larger one measured here goes first all the same."""
+    for name in ("large", "narrow"):
+        store.add(mechanism(name), origin="a")
+    store.record_effect("large", effect(1.8, low=1.2, high=2.7))
+    store.record_effect("narrow", effect(1.3, low=1.28, high=1.32))
+    assert names(store.recall(query(deployment_fingerprint="f1"))) == ["large", "narrow"]
+    assert names(store.recall(query(deployment_fingerprint="other"))) == ["narrow", "large"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"outcome": "refuted", "reason": "token-mismatch"},
+        {"outcome": "refuted", "reason": "no-gain", "low": 0.0, "high": math.inf},
+        {"hardware": AVX512},
+    ],
+)
+def test_what_says_nothing_about_the_gain_here_does_not_count(store, mechanism, effect, query, fields):
+    store.add(mechanism(predicted_gain=1.2), origin="a")
+    before = store.recall(query(deployment_fingerprint="f1"))[0].score
+    store.record_effect("bf16_gemm", effect(4.0, **fields))
+    told = store.recall(query(deployment_fingerprint="f1"))[0]
+    assert "here before" not in told.why
+    assert before == pytest.approx(1.1) and told.score <= 3.0
