@@ -211,7 +211,7 @@ def _effect_line(effect: Effect) -> str:
     when = f"{effect.at:%Y-%m-%d %H:%M} UTC" if effect.at else "no date"
     return (
         f"  effect: {effect.ratio:.3f}x [{effect.low:.3f}, {effect.high:.3f}] over {_count(len(effect.samples), 'pair')}, {where}"
-        f"{length} ({outcome}; {measured_by(effect)}, {when})"
+        f"{length}{_component_time(effect)} ({outcome}; {measured_by(effect)}, {when})"
     )
 
 
@@ -219,9 +219,31 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def _component_time(effect: Effect) -> str:
+    """Predicted beside realised time of the component, as far as they are known; else nothing."""
+    if effect.predicted_ms is None and effect.realised_ms is None:
+        return ""
+    shown = ["?" if value is None else f"{value:.2f}" for value in (effect.predicted_ms, effect.realised_ms)]
+    return f", component predicted {shown[0]} ms a round, realised {shown[1]}"
+
+
+def _milliseconds(effect: Effect | None) -> str:
+    if effect is None or (effect.predicted_ms is None and effect.realised_ms is None):
+        return "-"
+    return " / ".join("?" if v is None else f"{v:.1f}" for v in (effect.predicted_ms, effect.realised_ms))
+
+
 def _overview(items: list[StoredMechanism]) -> Table:
     table = Table()
-    for column in ("mechanism", "component", "status", "best effect", "deployment", "requires"):
+    for column in (
+        "mechanism",
+        "component",
+        "status",
+        "best effect",
+        "ms predicted / realised",
+        "deployment",
+        "requires",
+    ):
         table.add_column(column, overflow="fold")
     for item in items:
         best = max((e for e in item.effects if e.outcome == "verified"), key=lambda e: e.low, default=None)
@@ -230,6 +252,7 @@ def _overview(items: list[StoredMechanism]) -> Table:
             escape(item.mechanism.component),
             item.status,
             f"{best.ratio:.2f}x \\[{best.low:.2f}, {best.high:.2f}]" if best else "-",
+            _milliseconds(best),
             escape(best.deployment) if best else "-",
             escape(", ".join(item.mechanism.requires)) or "-",
         )

@@ -147,7 +147,8 @@ class Effect(_Record):
     predicted_gain: float | None = None
     predicted_ms: float | None = None
     realised_ms: float | None = None
-    """Time of the component per decode round: predicted, and measured after the change."""
+    """Time of the component per decode round. Predicted: what the predicted gain, taken there, would leave of it, and no less than
+    its bound. Realised: by the first profile of an engine that differs from the one profiled before by this change alone."""
     samples: list[float] = Field(default_factory=list)
     """Raw per-pair ratios."""
     gate: dict[str, Any] = Field(default_factory=dict)

@@ -61,12 +61,32 @@ class MemoryStore:
     def record_effect(self, name: str, effect: Effect, *, version: int | None = None, origin: str = "") -> None:
         """Store an outcome of the newest (or given) version of `name` and settle its status.
 
-        Recording the same effect twice stores it once. Raises NoSuchMechanismError.
+        Recording the same effect twice stores it once, an undated one as well. Raises NoSuchMechanismError.
         """
 
         def act(session: Session) -> None:
+            if effect.at is None and any(
+                _same_but_for_later(row, effect) for row in _row(session, name, version).effects
+            ):
+                return  # a resumed run tells again what it told before it was cut off
             dated = effect if effect.at is not None else effect.model_copy(update={"at": datetime.now(UTC)})
             _add_effect(session, _row(session, name, version), dated, origin or effect.run)
+
+        self._write(act)
+
+    def record_realised(self, name: str, *, run: str, commit: str, realised_ms: float) -> None:
+        """Add the component's time after the change to what `run` found of `commit`, once: milliseconds per decode round.
+
+        An effect is stored when its round ends; the engine that it went into is profiled after that.
+        """
+
+        def act(session: Session) -> None:
+            query = select(EffectRow).join(MechanismRow).where(MechanismRow.name == name, EffectRow.run == run)
+            for row in session.scalars(query):
+                read = Effect.model_validate(row.detail)
+                if read.commit == commit and read.realised_ms is None:
+                    known = read.model_copy(update={"realised_ms": realised_ms})
+                    row.detail, row.uid = as_json(known), known.uid
 
         self._write(act)
 
@@ -316,6 +336,12 @@ def _add(
             {"id": row.id, **mechanism.model_dump(include={"name", "title", "component", "hypothesis", "notes"})},
         )
     return row
+
+
+def _same_but_for_later(row: EffectRow, effect: Effect) -> bool:
+    """Whether a stored effect is this one, but for what the store or a later profile added."""
+    read = Effect.model_validate(row.detail)
+    return read.model_copy(update={"at": None, "realised_ms": effect.realised_ms}) == effect
 
 
 def _add_effect(session: Session, mechanism: MechanismRow, effect: Effect, origin: str) -> None:

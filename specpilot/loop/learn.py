@@ -6,11 +6,11 @@ from typing import Any
 
 from specpilot.agents import ClaimDraft, WorkContext, mechanism_from
 from specpilot.agents.external import MechanismDraft
-from specpilot.contracts import Candidate
+from specpilot.contracts import Candidate, Claim, GapTable
 from specpilot.loop.context import RunContext
 from specpilot.loop.machine import environment_of, hardware_of
 from specpilot.loop.records import Assessment
-from specpilot.loop.state import mechanism_of
+from specpilot.loop.state import mechanism_of, merge_records, profile_of
 from specpilot.memory import Effect, Hardware, InvalidMechanismError, NoSuchMechanismError
 from specpilot.memory.records import sha256_json
 
@@ -85,6 +85,42 @@ def _remember(context: RunContext, candidate: Candidate, work: WorkContext) -> s
     return mechanism.name
 
 
+def learn_realised(context: RunContext) -> None:
+    """Adds to the memory what profiles taken since show of merged changes: the component's time in the engine after each.
+
+    Only where the engines before and after it were both profiled: between these two nothing else was merged. Safe to repeat.
+    """
+    for step in merge_records(context):
+        row = context.journal.attempt(step.attempt_id)
+        name, candidate = mechanism_of(row), row.data.get("candidate")
+        before, after = profile_of(context, step.before), profile_of(context, step.after)
+        if name is None or candidate is None or before is None or after is None:
+            continue
+        found = component_ms(after, row.component)
+        if found is not None:
+            commit = Candidate.model_validate(candidate).commit
+            context.memory.record_realised(name, run=context.meta.run_id, commit=commit, realised_ms=found[0])
+
+
+def component_ms(table: GapTable, component: str) -> tuple[float, float] | None:
+    """(measured, bound) milliseconds per round of a component, of all that a prefix such as `target` covers, or of the round (`*`)."""
+    rows = [r for r in table.rows if component in ("*", r.component) or r.component.startswith(f"{component}.")]
+    return (sum(r.measured_ms for r in rows), sum(r.bound_ms for r in rows)) if rows else None
+
+
+def predicted_ms(table: GapTable | None, claim: Claim) -> float | None:
+    """What the claimed gain would leave of its component if all of it were taken there, but no less than the component's bound.
+
+    None without a profile of the engine before, a prediction, or such a component.
+    """
+    found = component_ms(table, claim.component) if table is not None else None
+    if table is None or found is None or claim.predicted_gain is None:
+        return None
+    measured, bound = found
+    saved = sum(row.measured_ms for row in table.rows) * (1.0 - 1.0 / claim.predicted_gain)
+    return max(min(bound, measured), measured - saved)
+
+
 def effect_of(context: RunContext, number: int, candidate: Candidate, assessment: Assessment) -> Effect:
     """A measured assessment in the memory's words."""
     comparison = assessment.comparison
@@ -103,6 +139,7 @@ def effect_of(context: RunContext, number: int, candidate: Candidate, assessment
         accepted_length_before=comparison.base.accepted_length,
         accepted_length_after=comparison.candidate.accepted_length,
         predicted_gain=candidate.claim.predicted_gain,
+        predicted_ms=predicted_ms(profile_of(context, candidate.base_commit), candidate.claim),
         samples=comparison.pairs,
         gate=gate,
         environment=environment_of(context),

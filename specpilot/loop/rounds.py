@@ -9,7 +9,7 @@ from specpilot.loop.attempts import NOT_MEASURED, NOT_MERGED, settle, supersede
 from specpilot.loop.budget import EXPECTED_ASSESS_S
 from specpilot.loop.context import RunContext
 from specpilot.loop.explore import explore, work_context
-from specpilot.loop.learn import learn
+from specpilot.loop.learn import learn, learn_realised
 from specpilot.loop.merge import merge_winners
 from specpilot.loop.observe import observe
 from specpilot.loop.records import Assessment, RoundResult, Submitted
@@ -30,6 +30,7 @@ def run_round(context: RunContext, number: int, present: list[str]) -> RoundResu
     base: str = context.journal.step(f"r{number}/base", context.trees.best)
     context.say("phase", name=f"round {number}", detail="observe")
     table = observe(context, f"r{number}/observe", base, "stock" if base == context.trees.first_commit else "final")
+    learn_realised(context)
     if table.bound_ms * BELIEVED < table.round_ms < table.bound_ms * HEADROOM:
         return RoundResult(round=number, head=base, attempts=[], merged=[], stop=StopReason.no_headroom)
     work = work_context(context, number, base, table, present, context.deployment.agents.recall.max_candidates)

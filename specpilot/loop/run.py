@@ -33,6 +33,7 @@ from specpilot.loop.budget import EXPECTED_ASSESS_S, BudgetClock, extend, in_for
 from specpilot.loop.context import RunContext
 from specpilot.loop.external import finish_judging
 from specpilot.loop.finish import finish
+from specpilot.loop.learn import learn_realised
 from specpilot.loop.leave_one_out import leave_one_out
 from specpilot.loop.observe import observe
 from specpilot.loop.prepare import first_baselines, prepare
@@ -235,6 +236,7 @@ def _workflow(context: RunContext) -> Outcome:
     four = (
         {} if idle else finish(context, head, stop)
     )  # it writes the stop reason once the closing session is on record
+    learn_realised(context)
     outcome = Outcome(context.run_dir, stop, four)
     _report(context, outcome)
     return outcome

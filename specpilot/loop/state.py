@@ -33,6 +33,13 @@ def merge_records(context: RunContext) -> list[Merged]:
     return [step for step in steps if step.merged]
 
 
+def profile_of(context: RunContext, commit: str) -> GapTable | None:
+    """The newest gap table of an engine, if it was profiled and told something."""
+    keys = context.journal.finished_keys(lambda key: key.endswith(("/observe", "/gaps")))
+    tables: list[GapTable] = [context.journal.result(key, GapTable) for key in reversed(keys)]
+    return next((table for table in tables if table.commit == commit and table.rows), None)
+
+
 def present_gaps(context: RunContext) -> GapTable | None:
     """The newest gap table on record."""
     keys = context.journal.finished_keys(lambda key: key.endswith(("/observe", "/gaps")))

@@ -38,6 +38,16 @@ def test_show_and_patch(filled, mechanism):
     assert result.output.endswith(mechanism().patch)
 
 
+def test_predicted_stands_beside_realised(filled, store, effect):
+    assert "predicted" not in call("show", "bf16_gemm", "--url", filled).output, "nothing is known: nothing is said"
+    store.record_effect("bf16_gemm", effect(3.0, run="run-2", commit="c1", predicted_ms=4.25))
+    assert "component predicted 4.25 ms a round, realised ?" in call("show", "bf16_gemm", "--url", filled).output
+    store.record_realised("bf16_gemm", run="run-2", commit="c1", realised_ms=5.5)
+    assert "component predicted 4.25 ms a round, realised 5.50" in call("show", "bf16_gemm", "--url", filled).output
+    shown = call("inspect", "--url", filled).output
+    assert "ms predicted / realised" in shown and "4.2 / 5.5" in shown
+
+
 def test_unknown_name_exits_2(filled):
     result = call("show", "nope", "--url", filled)
     assert (

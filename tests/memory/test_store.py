@@ -77,6 +77,31 @@ def test_recording_an_effect_twice_stores_it_once(store, mechanism, effect):
     assert store.stats().effects == {"verified": 1}
 
 
+def test_a_resumed_run_that_tells_the_same_again_stores_it_once(store, mechanism, effect):
+    """It has no date then: the store gives one. What a profile added in between makes it no other effect; another run does."""
+    store.add(mechanism(), origin="a")
+    undated = effect(at=None, commit="c1", low=0.0, high=math.inf)
+    store.record_effect("bf16_gemm", undated)
+    store.record_realised("bf16_gemm", run="run-1", commit="c1", realised_ms=3.5)
+    store.record_effect("bf16_gemm", undated)
+    (stored,) = store.get("bf16_gemm").effects
+    assert stored.realised_ms == 3.5 and stored.at is not None
+    store.record_effect("bf16_gemm", undated.model_copy(update={"run": "run-2"}))
+    assert len(store.get("bf16_gemm").effects) == 2
+
+
+def test_the_time_after_the_change_is_added_once_and_to_the_right_effect(store, mechanism, effect):
+    store.add(mechanism(), origin="a")
+    for run, commit in (("run-1", "c1"), ("run-1", "c2"), ("run-2", "c1")):
+        store.record_effect("bf16_gemm", effect(run=run, commit=commit, predicted_ms=4.0))
+    for milliseconds in (3.5, 9.0):
+        store.record_realised("bf16_gemm", run="run-1", commit="c1", realised_ms=milliseconds)
+    store.record_realised("nobody", run="run-1", commit="c1", realised_ms=1.0)
+    found = {(e.run, e.commit): (e.predicted_ms, e.realised_ms) for e in store.get("bf16_gemm").effects}
+    assert found == {("run-1", "c1"): (4.0, 3.5), ("run-1", "c2"): (4.0, None), ("run-2", "c1"): (4.0, None)}
+    assert store.contradictions("bf16_gemm") == [], "the checksum goes with it"
+
+
 def test_unknown_name_is_refused_and_names_the_known(store, mechanism, effect):
     store.add(mechanism("w12"), origin="a")
     with pytest.raises(NoSuchMechanismError) as caught:

@@ -60,7 +60,7 @@ def submit(run: Path, behaviour: Behaviour, folder: Path) -> tuple[int, str, str
         attempt, worktree, _ = open_attempt(context, "*", "try")
     (worktree / "behaviour.json").write_text(text_of(behaviour))
     claim = folder / "claim.yaml"
-    claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
+    claim.write_text(yaml.safe_dump({"component": "host", "hypothesis": "Another speed.", "predicted_gain": 1.5}))
     done = specpilot("attempt", "submit", str(run), attempt, "--claim", str(claim))
     return done.returncode, attempt, done.stdout
 
@@ -105,6 +105,11 @@ def test_a_rejected_attempt_exits_10_and_an_accepted_one_0(rested: Path, tmp_pat
     before = elapsed(rested)
     assert resume(rested, plain=True).final["variants"], "the closing session of the new head is work, and counts"
     assert elapsed(rested) > before
+    with open_run(rested) as context:
+        (name,) = merged_mechanisms(context)
+        (effect,) = context.memory.get(name).effects
+    # The trace always shows a round of 6 ms, all of it host: 1.5x would leave 4 ms, and the engine after it shows 6 again.
+    assert (effect.predicted_ms, effect.realised_ms) == (pytest.approx(4.0), pytest.approx(6.0))
 
 
 def test_an_attempt_that_the_clock_left_waiting_is_judged_later(
