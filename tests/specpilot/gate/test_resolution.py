@@ -55,7 +55,9 @@ def test_a_wide_interval_is_told_and_ends_nothing() -> None:
     require_sound(wide)
     note = resolution_note(wide)
     assert "below 1.72x apart" in note and "0.96x [0.58, 1.57] over 4 pairs" in note
-    assert result(1.0, 0.0, math.inf).told_apart == math.inf and "could not tell any difference apart" in resolution_note(result(1.0, 0.0, math.inf))
+    assert result(
+        1.0, 0.0, math.inf
+    ).told_apart == math.inf and "could not tell any difference apart" in resolution_note(result(1.0, 0.0, math.inf))
     assert resolution_note(result(1.0, 0.95, 1.06)) == ""
     assert resolution_note(SelfTestResult(passed=True, outcomes=[])) == "", "no pairs were asked for"
 
