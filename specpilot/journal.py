@@ -114,13 +114,13 @@ class Journal:
         return cls.open(path)
 
     @classmethod
-    def open(cls, path: Path) -> Journal:
-        """An existing journal.
+    def open(cls, path: Path, *, alone: bool = False) -> Journal:
+        """An existing journal. alone: nobody else can open it meanwhile; it then needs no room on the disk.
 
         Raises `RunFolderError` if it is missing, damaged, foreign or of another version, `TamperedEvidenceError` if what it
         holds is not what was written.
         """
-        return cls(path, open_file(path))
+        return cls(path, open_file(path, alone=alone))
 
     def close(self) -> None:
         """Release the file."""

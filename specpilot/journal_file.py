@@ -62,8 +62,11 @@ def create_file(path: Path, meta: Mapping[str, str]) -> None:
             scratch.unlink(missing_ok=True)
 
 
-def open_file(path: Path) -> sqlite3.Connection:
+def open_file(path: Path, *, alone: bool = False) -> sqlite3.Connection:
     """A connection to the journal at `path`, in autocommit mode, its seals verified.
+
+    alone: without the side file through which processes share a journal. It takes 32 KiB, which a full disk does not have;
+    until the connection is closed, nobody else can open the journal.
 
     Raises `RunFolderError` if it is missing, damaged, foreign or of another version, `TamperedEvidenceError` if what it
     holds is not what was written.
@@ -72,8 +75,11 @@ def open_file(path: Path) -> sqlite3.Connection:
         raise RunFolderError(
             f"{path.parent} is not a run folder: it has no {path.name}", "`specpilot runs` lists them."
         )
+    db: sqlite3.Connection | None = None
     try:
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
+        if alone:
+            db.execute("PRAGMA locking_mode=EXCLUSIVE")  # before the first access: then SQLite makes no such file
         application = db.execute("PRAGMA application_id").fetchone()[0]
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if application == APPLICATION_ID and version == SCHEMA_VERSION:
@@ -86,6 +92,8 @@ def open_file(path: Path) -> sqlite3.Connection:
             return db
         db.close()
     except sqlite3.DatabaseError as error:
+        if db is not None:
+            db.close()  # an open one would keep others from opening it alone
         with disk_full_named(path):
             if is_disk_full(error) or nothing_free(path):
                 raise

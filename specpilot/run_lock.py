@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -32,9 +33,10 @@ class RunLock:
                 f"{self.path.parent} is in use by {self.holder(self.path.parent) or 'a process that is just ending'}",
                 "wait for it, or end it, then try again; `specpilot status` shows what it does.",
             ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        file.flush()
+        words = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        with suppress(OSError):  # a full disk keeps nobody from the lock, only its name from those who meet it
+            file.truncate(0)
+            os.write(file.fileno(), words.encode())
         self._file = file
         return self
 

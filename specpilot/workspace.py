@@ -189,15 +189,24 @@ class Workspace:
             self._git("worktree", "prune")
 
     def prune_unknown(self, known: set[str]) -> list[str]:
-        """Remove every worktree whose name is not in `known` (dirty ones are saved); returns the names."""
+        """Remove every worktree whose name is not in `known` (dirty ones are saved); returns the names.
+
+        Raises `DiskFullError` at the end for those whose work there is no room to save; the others are gone then.
+        """
         names = (
             sorted(path.name for path in self.worktrees.iterdir() if path.is_dir()) if self.worktrees.is_dir() else []
         )
         gone = [name for name in names if name not in known]
+        full: DiskFullError | None = None
         for name in gone:
-            self.remove(name)
+            try:
+                self.remove(name)
+            except DiskFullError as error:
+                full = error
         with self._writing():
             self._git("worktree", "prune")
+        if full is not None:
+            raise full
         return gone
 
     # -- commits ------------------------------------------------------------------------------------------
@@ -326,12 +335,18 @@ class Workspace:
         path = self._path(name)
         if not self._git("status", "--porcelain", cwd=path).strip():
             return
+        if nothing_free(self.run_dir):  # what git adds before it fails would take the room that others just made
+            raise self._full()
         self._git("add", "-A", cwd=path)
         patch = self._git(*_DIFF, "--cached", "HEAD", cwd=path)
         with disk_full_named(self.saved):
             self.saved.mkdir(exist_ok=True)
             target = self.saved / f"{name}-{time.time_ns()}.patch"
-            target.write_bytes(patch.encode("utf-8", "surrogateescape"))
+            try:
+                target.write_bytes(patch.encode("utf-8", "surrogateescape"))
+            except OSError:
+                target.unlink(missing_ok=True)  # half a patch saves nothing
+                raise
 
     def _remove_stale_locks(self) -> None:
         """Remove `*.lock` that a killed git left, unless a git process works below the run folder."""

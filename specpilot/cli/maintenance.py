@@ -15,13 +15,15 @@ import typer
 
 from specpilot.cli.options import folder_size, size_text
 from specpilot.contracts import AttemptState
-from specpilot.errors import EnvironmentProblem, RunLockedError, SpecPilotError, TamperedEvidenceError
+from specpilot.errors import DiskFullError, EnvironmentProblem, RunLockedError, SpecPilotError, TamperedEvidenceError
 from specpilot.journal import Journal
 from specpilot.paths import JOURNAL_NAME, all_runs, home, models_dir, runs_dir
 from specpilot.run_lock import RunLock
 from specpilot.sandbox import kill_leftovers
 from specpilot.workspace import Workspace
 
+_PASSES = 3
+"""Times that gc tries what a full disk kept from being removed: the room that one thing leaves lets another save its work."""
 _ENDED = {AttemptState.rejected, AttemptState.superseded, AttemptState.merged}
 
 
@@ -32,6 +34,8 @@ class Leftover:
     what: str
     size: int
     remove: Callable[[], object]
+    saves: bool = False
+    """It may write before it goes, which takes room."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +78,26 @@ def gc(
 
 
 def _remove(found: list[Leftover]) -> None:
-    """Remove what can be removed. Raises `EnvironmentProblem` at the end for what could not."""
+    """Remove what can be removed, first what needs no room for it. Raises `EnvironmentProblem` at the end for what could not."""
     gone, failed = [], 0
-    for item in found:
-        typer.echo(f"removing: {item.what} ({size_text(item.size)})")
-        try:
-            item.remove()
-        except RunLockedError as error:  # somebody began to work on it since it was listed
-            typer.echo(f"left alone: {error.message}")
-        except (OSError, SpecPilotError) as error:
-            failed += 1
-            typer.echo(f"not removed: {item.what}: {error.message if isinstance(error, SpecPilotError) else error}")
-        else:
-            gone.append(item)
+    pending = sorted(found, key=lambda item: item.saves)
+    for left in reversed(range(_PASSES)):
+        again = []
+        for item in pending:
+            typer.echo(f"removing: {item.what} ({size_text(item.size)})")
+            try:
+                item.remove()
+            except RunLockedError as error:  # somebody began to work on it since it was listed
+                typer.echo(f"left alone: {error.message}")
+            except (OSError, SpecPilotError) as error:
+                if left and isinstance(error, DiskFullError):
+                    again.append(item)
+                    continue
+                failed += 1
+                typer.echo(f"not removed: {item.what}: {error.message if isinstance(error, SpecPilotError) else error}")
+            else:
+                gone.append(item)
+        pending = again
     typer.echo(f"removed {len(gone)} things, {size_text(sum(item.size for item in gone))}")
     if failed:
         raise EnvironmentProblem(f"{failed} things could not be removed", "see the lines `not removed` above.")
@@ -142,7 +153,7 @@ def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover | 
         return
     name = folder.name if folder.parent == runs_dir().resolve() else str(folder)
     try:
-        journal = Journal.open(folder / JOURNAL_NAME)
+        journal = _journal(folder)
     except TamperedEvidenceError:
         return  # whoever looks into it wants it as it is
     except SpecPilotError as error:  # a damaged journal beside good commits, a full disk: no reason to delete a run
@@ -173,7 +184,16 @@ def _of_run(folder: Path, older_than_days: float | None) -> Iterator[Leftover | 
             f"{len(found)} worktrees of {name} (its commits stay{spared})",
             sum(folder_size(path) for path in found),
             partial(_prune, folder, links),
+            saves=True,
         )
+
+
+def _journal(folder: Path) -> Journal:
+    """The journal of a run that nobody works on, to be read; also where the disk is full."""
+    try:
+        return Journal.open(folder / JOURNAL_NAME)
+    except DiskFullError:
+        return Journal.open(folder / JOURNAL_NAME, alone=True)
 
 
 def _holds_something(folder: Path) -> bool:
@@ -189,7 +209,7 @@ def _remove_run(folder: Path) -> None:
     """Remove a run folder while nobody can begin to work on it. Raises `RunLockedError` if somebody has."""
     with RunLock(folder):
         if _holds_something(folder):
-            journal = Journal.open(folder / JOURNAL_NAME)
+            journal = _journal(folder)
             busy = _unfinished_outside(journal) or journal.get_meta("stop_reason") is None
             journal.close()
             if busy:
@@ -200,7 +220,7 @@ def _remove_run(folder: Path) -> None:
 def _prune(folder: Path, links: set[str]) -> None:
     """Remove the worktrees of an ended run, but for those that outsiders work in at this moment."""
     with RunLock(folder):
-        journal = Journal.open(folder / JOURNAL_NAME)
+        journal = _journal(folder)
         kept = journal.open_outside()
         journal.close()
         Workspace.open(folder).prune_unknown(kept | links)
