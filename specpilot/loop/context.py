@@ -122,6 +122,17 @@ class RunContext:
         if bubblewrap() is None:
             self.say("note", level="warning", text=UNCONFINED)
 
+    def doing(self, text: str) -> None:
+        """Says what begins now and gives no sign of life for some seconds."""
+        self.say("doing", text=text)
+
+    def tell_again(self, known: bool, kind: str, **data: Any) -> None:
+        """Shows the event of a step; the journal has it already where the step had finished before (`known`)."""
+        if known:
+            self.view.event(kind, data)
+        else:
+            self.say(kind, **data)
+
     def say(self, kind: str, **data: Any) -> None:
         """Shows an event and keeps it in the journal."""
         self.journal.event(kind, data)

@@ -48,6 +48,8 @@ def finish(context: RunContext, head: str, stop: StopReason) -> dict[str, Any]:
             else lambda *measured: _judged(context, short, *measured),  # stock is what it is
         ),
     )
+    if not context.journal.finished(f"final/{short}/gaps"):
+        context.doing("profiling final, the machine's roofs measured just before and after")
     observe(context, f"final/{short}/gaps", head, roofs_now=True)
     context.journal.set_meta("final_head", head)
     context.journal.set_meta("stop_reason", stop.value)
@@ -77,6 +79,7 @@ def _name_small_gains(context: RunContext) -> None:
 
 def _judged(context: RunContext, short: str, found: Baselines, legs: dict[str, list[Leg]], block: int) -> Baselines:
     """Without the figures of engines that answered otherwise than the target would. The reference starts only now: they are gone."""
+    context.doing("the closing answers are forced through the reference")
     with context.engine(context.trees.first_commit, "reference", f"final-{short}-reference") as reference:
         judged = closing_checks(
             legs,

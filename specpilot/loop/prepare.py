@@ -28,6 +28,7 @@ from specpilot.loop.machine import machine_facts
 from specpilot.loop.observe import time_floor
 from specpilot.loop.records import Prepared
 from specpilot.models import ensure_models
+from specpilot.words import count as counted
 from specpilot.workspace import Workspace
 
 CALIBRATION_PROMPTS = 12
@@ -40,10 +41,12 @@ def prepare(context: RunContext) -> None:
     """Runs or recalls every preparatory step, in order. Raises SpecPilotError when the run cannot be sound."""
     context.say("phase", name="prepare", detail="checkpoints, repository, machine")
     check_prompt_files(context.deployment)
-    context.models = ensure_models(context.deployment)
+    context.models = ensure_models(context.deployment, progress=context.doing)
     open_repository(context)
     context.prepared = context.journal.step("preflight", lambda: _identities(context), model=Prepared)
     _assert_same_models(context)
+    if not context.journal.finished("machine"):
+        context.doing("this machine's bandwidth and peak, measured if they are not known")
     context.journal.step("machine", lambda: machine_facts(context))
     if not context.journal.finished("selftest"):
         context.warn_unconfined()
@@ -107,9 +110,11 @@ def calibration(context: RunContext) -> Calibration:
 
     def run() -> Calibration:
         pool = context.prompts("calibrate")
+        context.doing(f"the plain engine answers {counted(BASELINE_PROMPTS, 'prompt')}")
         with context.engine(first, "ar", "calibrate-ar") as ar:
             plain = pool.take("tuning", BASELINE_PROMPTS)
             answers = run_leg(ar, plain, concurrency=1, max_new_tokens=CALIBRATION_TOKENS, side="base").generations
+        context.doing(f"the reference against itself in another batch shape, {counted(CALIBRATION_PROMPTS, 'prompt')}")
         with context.engine(first, "reference", "calibrate") as reference:
             return calibrate(
                 reference,
@@ -119,10 +124,11 @@ def calibration(context: RunContext) -> Calibration:
                 baseline=answers,
             )
 
+    known = context.journal.finished("calibrate")
     result: Calibration = context.journal.step(
         "calibrate", lambda: patiently(context, "calibrate", run), model=Calibration
     )
-    context.say("calibration", **result.model_dump(mode="json"))
+    context.tell_again(known, "calibration", **result.model_dump(mode="json"))
     return result
 
 
@@ -134,7 +140,11 @@ def _self_test(context: RunContext) -> None:
         return
 
     def run() -> SelfTestResult:
+        context.doing("self-test: the reference starts")
         with context.engine(context.trees.first_commit, "reference", "selftest-reference") as reference:
+            context.doing(
+                "self-test: the unchanged engine is timed against itself, then the planted cheats, two at a time"
+            )
             return self_test(
                 SelfTestContext(
                     deployment=context.deployment,
@@ -156,7 +166,8 @@ def _self_test(context: RunContext) -> None:
     result: SelfTestResult = context.journal.step(
         "selftest", lambda: patiently(context, "selftest", run), model=SelfTestResult
     )
-    context.say(
+    context.tell_again(
+        done_before,
         "selftest-end",
         passed=result.passed,
         caught=sum(o.caught for o in result.outcomes),
@@ -206,6 +217,7 @@ def measure_four(
     and says what remains of the figures.
     """
     legs: dict[str, list[Leg]] = {}
+    context.doing(f"starting {', '.join(name for name, _, _ in variants)}; then every prompt goes through each in turn")
     with ExitStack() as stack:
         servers = [
             (name, stack.enter_context(context.engine(commit, variant, f"{key}-{name}")))

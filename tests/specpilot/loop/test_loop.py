@@ -101,12 +101,36 @@ def test_memory_holds_what_was_found(ended: Path) -> None:
     assert (told.recalled, told.tried, told.accepted) == (6, 4, 1), "report and memory count alike"
 
 
+def test_what_is_silent_for_long_is_said_as_it_begins(ended: Path) -> None:
+    """Each line stands before the event that tells its result."""
+    journal = Journal.open(ended / JOURNAL_NAME)
+    events, [merged] = journal.events(), journal.attempts(state=AttemptState.merged)
+    told = [f"{e.kind}: {e.data.get('text') or e.data.get('attempt') or ''}" for e in events]
+
+    def place(beginning: str) -> int:
+        return next(position for position, line in enumerate(told) if line.startswith(beginning))
+
+    for begins, ends in (
+        ("doing: the plain engine answers 3 prompts", "calibration"),
+        ("doing: the reference against itself", "calibration"),
+        ("doing: starting ar, stock; then", "prompts"),
+        (f"doing: {merged.id}: the gate's own prompts", f"verdict: {merged.id}"),
+        (f"doing: {merged.id}: its tokens are forced", f"verdict: {merged.id}"),
+    ):
+        assert place(begins) < place(ends), begins
+    assert place("doing: starting ar, stock, final, final-ar") < place("doing: the closing answers are forced")
+
+
 def test_resuming_an_ended_run_repeats_nothing(ended: Path) -> None:
-    before = {row.key: row.starts for row in Journal.open(ended / JOURNAL_NAME).steps()}
+    journal = Journal.open(ended / JOURNAL_NAME)
+    before = {row.key: row.starts for row in journal.steps()}
+    news = [[event.data for event in journal.events(kind=kind)] for kind in ("calibration", "doing")]
     outcome = resume(ended, plain=True)
-    after = {row.key: row.starts for row in Journal.open(ended / JOURNAL_NAME).steps()}
+    journal = Journal.open(ended / JOURNAL_NAME)
+    after = {row.key: row.starts for row in journal.steps()}
     assert outcome.exit_code == 0
     assert after == before
+    assert [[event.data for event in journal.events(kind=kind)] for kind in ("calibration", "doing")] == news
 
 
 def test_nothing_is_left_behind(ended: Path) -> None:
