@@ -104,7 +104,9 @@ def test_numbers_that_are_none(server: str, name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", '"1"', "{}", "[1]"])
-@pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_p", "top_k", "seed", "stream", "ignore_eos", "stop"])
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "temperature", "top_p", "top_k", "seed", "stream", "ignore_eos", "stop"]
+)
 def test_openai_fields_of_another_type(server: str, name: str, value: str) -> None:
     if (name, value) != ("stop", '"1"'):
         _refused(server, "/v1/completions", f'{{"prompt":"a","{name}":{value}}}')
@@ -125,7 +127,18 @@ def test_openai_fields_of_another_type(server: str, name: str, value: str) -> No
         *[_generate_with("return_logprob", f'true,"logprob_start_len":{LONG}')],
         *[
             f'{{"input_ids":{value}}}'
-            for value in ("[true]", '["5"]', "[5.0]", "[NaN]", "[1e999]", f"[{LONG}]", f"[-{LONG}]", "[[5]]", "5", "[5,null]")
+            for value in (
+                "[true]",
+                '["5"]',
+                "[5.0]",
+                "[NaN]",
+                "[1e999]",
+                f"[{LONG}]",
+                f"[-{LONG}]",
+                "[[5]]",
+                "5",
+                "[5,null]",
+            )
         ],
         json.dumps({"input_ids": [5] * 257}),
         json.dumps({"text": "a" * 1_000_000}),
@@ -135,7 +148,9 @@ def test_fields_of_generate(server: str, body: str) -> None:
     _refused(server, "/generate", body)
 
 
-@pytest.mark.parametrize("prompt", ["[]", '""', '[""]', '[5,"a"]', "[true]", f"[{LONG}]", "[260]", "[-1]", "{}", "null"])
+@pytest.mark.parametrize(
+    "prompt", ["[]", '""', '[""]', '[5,"a"]', "[true]", f"[{LONG}]", "[260]", "[-1]", "{}", "null"]
+)
 def test_prompts_of_completions(server: str, prompt: str) -> None:
     _refused(server, "/v1/completions", f'{{"prompt":{prompt},"max_tokens":2}}')
 
@@ -163,7 +178,9 @@ def test_a_body_beyond_all_bounds(server: str) -> None:
 def _raw(server: str, head: str, body: bytes = b"") -> bytes:
     """What comes back for a request written by hand, its end closed."""
     with socket.create_connection(("127.0.0.1", urlsplit(server).port), timeout=30) as wire:
-        wire.sendall(f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}\r\n".encode() + body)
+        wire.sendall(
+            f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}\r\n".encode() + body
+        )
         wire.shutdown(socket.SHUT_WR)
         wire.settimeout(30)
         answer = b""
@@ -174,7 +191,15 @@ def _raw(server: str, head: str, body: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize(
     ("length", "status"),
-    [("10000", b""), ("5", b"400"), ("0", b"400"), ("-1", b"400"), ("many", b"400"), ("99999999999", b"413"), ("9\r\nContent-Length: 8", b"400")],
+    [
+        ("10000", b""),
+        ("5", b"400"),
+        ("0", b"400"),
+        ("-1", b"400"),
+        ("many", b"400"),
+        ("99999999999", b"413"),
+        ("9\r\nContent-Length: 8", b"400"),
+    ],
 )
 def test_lengths_that_lie(server: str, length: str, status: bytes) -> None:
     """Of a body that ends early nobody waits for the answer; any other lie is told."""
@@ -193,14 +218,18 @@ def test_a_body_that_tells_no_length_is_bounded_too() -> None:
 
     with TestClient(app) as client:
         assert client.post("/", content=b'{"a":1}', headers={"content-type": "application/json"}).json() == {"a": 1}
-        answer = client.post("/", content=(b" " * (1 << 20) for _ in range(33)), headers={"content-type": "application/json"})
+        answer = client.post(
+            "/", content=(b" " * (1 << 20) for _ in range(33)), headers={"content-type": "application/json"}
+        )
     assert answer.status_code == 413
 
 
 def test_a_template_that_trips_over_a_message(tmp_path: Path) -> None:
     """Real templates walk tool_calls and split contents; what they raise then is no jinja2.TemplateError."""
     folder = make_tiny_model(tmp_path / "t")
-    (folder / "chat_template.jinja").write_text("{% for call in messages[0].tool_calls %}{{ call.name + 1 }}{% endfor %}")
+    (folder / "chat_template.jinja").write_text(
+        "{% for call in messages[0].tool_calls %}{{ call.name + 1 }}{% endfor %}"
+    )
     codec = TextCodec(folder)
     for calls in (5, [{"name": "f"}]):
         with pytest.raises(RequestError, match="refused these messages"):

@@ -164,7 +164,10 @@ def test_nested_keys_win_over_top_level(llama: Path, tmp_path: Path) -> None:
         ({"num_target_layers": 9}, "9 layers"),
         ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id is None"),
         ({"dflash_config": {"mask_token_id": 999}}, "mask_token_id is 999"),
-        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [4]}}, "target_layer_ids is 4, not a whole number from 0 to 3"),
+        (
+            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [4]}},
+            "target_layer_ids is 4, not a whole number from 0 to 3",
+        ),
         ({"block_size": 1}, "block_size is 1,"),
     ],
 )

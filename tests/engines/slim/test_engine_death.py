@@ -42,9 +42,22 @@ sys.exit(main(sys.argv[5:]))
 
 
 @contextmanager
-def _server(target: Path, function: str, error: str, at: int, how: str = "told") -> Iterator[tuple[str, subprocess.Popen]]:
+def _server(
+    target: Path, function: str, error: str, at: int, how: str = "told"
+) -> Iterator[tuple[str, subprocess.Popen]]:
     port = free_port()
-    options = ["--target", str(target), "--port", str(port), "--threads", "1", "--max-len", "512", "--max-requests", "2"]
+    options = [
+        "--target",
+        str(target),
+        "--port",
+        str(port),
+        "--threads",
+        "1",
+        "--max-len",
+        "512",
+        "--max-requests",
+        "2",
+    ]
     command = [sys.executable, "-c", FAILING, function, error, str(at), how, *options]
     env = {**os.environ, "PYTHONPATH": str(TREE), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=TREE, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

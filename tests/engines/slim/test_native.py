@@ -77,5 +77,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").touch()
     monkeypatch.setenv("SLIM_NATIVE_CACHE", str(tmp_path / "file"))
     (tmp_path / "seven.cpp").write_text("")
-    with pytest.raises(native.NativeBuildError, match="cannot be kept or loaded.*set SLIM_NATIVE_CACHE|no C.. compiler"):
+    with pytest.raises(
+        native.NativeBuildError, match="cannot be kept or loaded.*set SLIM_NATIVE_CACHE|no C.. compiler"
+    ):
         native.load_native([tmp_path / "seven.cpp"])

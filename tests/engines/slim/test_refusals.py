@@ -45,7 +45,10 @@ TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"intermediate_size": 49}, "has shape"),
     ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act gelu_pytorch_tanh"),
     ({"hidden_act": None}, "hidden_act None"),
-    *[({"rope_scaling": {"type": kind, "factor": 2.0}}, f"rope type {kind}") for kind in ("linear", "dynamic", "longrope")],
+    *[
+        ({"rope_scaling": {"type": kind, "factor": 2.0}}, f"rope type {kind}")
+        for kind in ("linear", "dynamic", "longrope")
+    ],
     ({"rope_scaling": {"factor": 2.0}}, "rope type unnamed"),
     ({"rope_scaling": [1]}, "rope_scaling is [1], not an object"),
     ({"rope_scaling": {**_LLAMA3, "factor": 0.5}}, "below 1"),
@@ -76,7 +79,10 @@ DRAFTERS: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types holds 'linear_attention'"),
     ({"layer_types": "full_attention"}, "not a list of 2"),
     ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "use_sliding_window needs layer_types"),
-    *[({"layer_types": ["sliding_attention"] * 2, "sliding_window": v}, "sliding_window is") for v in (0, -8, 2.5, True)],
+    *[
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": v}, "sliding_window is")
+        for v in (0, -8, 2.5, True)
+    ],
     ({"is_causal": "no"}, "is_causal is 'no'"),
     *[({"block_size": v}, "block_size is") for v in (0, 1, -8, 33, 10**9, 8.0, "8", True)],
     *[

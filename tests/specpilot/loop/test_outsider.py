@@ -29,7 +29,7 @@ from tests.helpers.command_line import specpilot
 from tests.helpers.fake_server import Behaviour
 from tests.specpilot.loop.setting import fake_setting, text_of
 
-STOCK = Behaviour(round_s=0.016)
+STOCK = Behaviour(round_s=0.04)
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +91,13 @@ def test_the_profile_is_of_the_deployments_load(rested: Path, monkeypatch: pytes
         with context.engine(context.trees.first_commit, "stock", "profiled") as server:
             table = observe.profile_engine(context, "profiled", server)
     assert asked == [3, 3, 3] and table.hardware["regime"]["requests"] == 3
-    assert table.round_ms > 16.0
+    assert table.round_ms > 40.0
 
 
 def test_a_rejected_attempt_exits_10_and_an_accepted_one_0(rested: Path, tmp_path: Path) -> None:
     code, attempt, words = submit(rested, replace(STOCK, token_s=0.004), tmp_path)
     assert code == 10 and f"{attempt} rejected (no-gain): " in words
-    code, attempt, words = submit(rested, replace(STOCK, round_s=0.008), tmp_path)
+    code, attempt, words = submit(rested, replace(STOCK, round_s=0.02), tmp_path)
     assert code == 0 and f"{attempt} accepted: " in words
     journal = Journal.open(rested / JOURNAL_NAME)
     assert [row.state for row in journal.attempts()] == [AttemptState.rejected, AttemptState.merged]
@@ -118,7 +118,7 @@ def test_an_attempt_that_the_clock_left_waiting_is_judged_later(
     """Neither dropped nor lost: by a later round of the run, or by submitting it once more at rest."""
     with open_run(rested) as context:
         attempt, worktree, _ = open_attempt(context, "*", "try")
-    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.004)))
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.012)))
     claim = tmp_path / "claim.yaml"
     claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "Another speed."}))
     with RunLock(rested), open_run(rested) as context:
@@ -138,7 +138,7 @@ def test_a_round_cut_off_before_merging_keeps_its_outsider_and_loses_its_profile
     """What was measured is merged when the round goes on, once; an engine that stopped writing traces costs the table only."""
     with open_run(rested) as context:
         attempt, worktree, _ = open_attempt(context, "*", "try")
-    longer = replace(STOCK, round_s=0.004, accepted=(6, 5, 6), no_trace=True)
+    longer = replace(STOCK, round_s=0.012, accepted=(6, 5, 6), no_trace=True)
     (worktree / "behaviour.json").write_text(text_of(longer))
     claim = tmp_path / "claim.yaml"
     claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "More tokens in a round."}))
@@ -178,7 +178,7 @@ def test_judging_at_rest_that_was_cut_off_is_gone_on_with(
         attempt, worktree, _ = open_attempt(context, "*", "try")
         before = context.trees.best()
     told = json.loads((worktree / "behaviour.json").read_text())
-    longer = {"accepted": [8, 8, 8]} if told["accepted"] != [8, 8, 8] else {"round_s": 0.0015}
+    longer = {"accepted": [8, 8, 8], "round_s": 0.006} if told["accepted"] != [8, 8, 8] else {"round_s": 0.002}
     (worktree / "behaviour.json").write_text(json.dumps(told | longer, indent=1, sort_keys=True) + "\n")
     claim = tmp_path / "claim.yaml"
     claim.write_text(yaml.safe_dump({"component": "target.mlp", "hypothesis": "More tokens in a round."}))
@@ -210,7 +210,7 @@ def test_claims_that_the_memory_could_not_keep_are_refused_before_anything_is_me
         context.memory.add(some.model_copy(update={"name": "user-own"}), origin="run", status="verified")
         context.memory.add(some.model_copy(update={"name": "below"}), origin="run")
         context.memory.add(some.model_copy(update={"name": "above", "requires": ["below"]}), origin="run")
-    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.001)))
+    (worktree / "behaviour.json").write_text(text_of(replace(STOCK, round_s=0.004)))
     told = {"component": "target.mlp", "hypothesis": "Another speed."}
     claim = tmp_path / "claim.yaml"
     for extra, words in (
