@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 TREE = Path(__file__).resolve().parents[3] / "engines" / "slim"
@@ -18,7 +16,7 @@ if str(TREE) not in sys.path:
 import torch  # noqa: E402
 from slim_engine.counters import COUNTERS  # noqa: E402
 
-from tests.engines.slim.support import PROMPT, engine, free_port, run, start  # noqa: E402
+from tests.engines.slim.support import PROMPT, engine, free_port, run, start, wait_until_up  # noqa: E402
 from tests.helpers.tiny_model import make_tiny_drafter, make_tiny_model  # noqa: E402
 
 
@@ -56,15 +54,7 @@ def server(llama: Path, drafter: Path) -> Iterator[str]:
         *("--variant", "stock", "--name", "tiny"),
         SPECPILOT_COMMIT="abc123",
     )
-    url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
-        assert process.poll() is None, process.communicate()[1]
-        try:
-            httpx.get(f"{url}/health").raise_for_status()
-            break
-        except httpx.TransportError:
-            time.sleep(0.1)
-    yield url
+    yield wait_until_up(process, port)
     process.send_signal(signal.SIGTERM)
     assert "Traceback" not in process.communicate(timeout=20)[1]
     assert process.returncode == 0

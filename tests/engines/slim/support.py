@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,19 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(TREE), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-m", "slim_engine.server", "--threads", "1", *arguments]
     return subprocess.Popen(command, cwd=TREE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until_up(process: subprocess.Popen[str], port: int) -> str:
+    """The address of a server once it answers. Fails with what it said if it ends before."""
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        assert process.poll() is None, process.communicate()
+        try:
+            httpx.get(f"{url}/health").raise_for_status()
+            break
+        except httpx.TransportError:
+            time.sleep(0.1)
+    return url
 
 
 def generate(url: str, **body: Any) -> httpx.Response:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import httpx
 import pytest
 
 from tests.engines.slim.conftest import TREE
-from tests.engines.slim.support import PROMPT, free_port, generate, greedy
+from tests.engines.slim.support import PROMPT, free_port, generate, greedy, wait_until_up
 
 FAILING = """
 import builtins, sys
@@ -62,14 +61,7 @@ def _server(
     env = {**os.environ, "PYTHONPATH": str(TREE), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=TREE, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        for _ in range(600):
-            assert process.poll() is None, process.communicate()[1]
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
-                break
-            except httpx.TransportError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}", process
+        yield wait_until_up(process, port), process
     finally:
         process.kill()
         process.communicate(timeout=20)

@@ -19,10 +19,10 @@ from slim_engine.sampling import SamplingParams
 from slim_engine.server import main as server_main
 from slim_engine.text import TextCodec, TextStream
 
-from tests.engines.slim.support import PROMPT, engine, free_port, generate, greedy, run, start
+from tests.engines.slim.support import PROMPT, engine, free_port, generate, greedy, run, start, wait_until_up
 
 
-def testgenerate(server: str, truth: list[int]) -> None:
+def test_generate(server: str, truth: list[int]) -> None:
     answer = generate(server, input_ids=PROMPT, sampling_params=greedy(60), rid="mine").json()
     assert answer["output_ids"] == truth
     meta = answer["meta_info"]
@@ -232,14 +232,9 @@ def test_sigterm_during_generation(llama: Path) -> None:
     """The stream ends with an abort, the process with 0, within seconds."""
     port = free_port()
     process = start("--target", str(llama), "--port", str(port), "--max-len", "512")
-    for _ in range(600):
-        try:
-            httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
-            break
-        except httpx.TransportError:
-            time.sleep(0.1)
+    url = wait_until_up(process, port)
     body = {"input_ids": PROMPT, "sampling_params": greedy(500), "stream": True}
-    with httpx.stream("POST", f"http://127.0.0.1:{port}/generate", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{url}/generate", json=body, timeout=30) as answer:
         lines = answer.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +15,7 @@ import torch
 
 from specpilot.kernels.w12 import engine_hook
 from tests.engines.slim.conftest import TREE
-from tests.engines.slim.support import PROMPT, engine, free_port, greedy, run
+from tests.engines.slim.support import PROMPT, engine, free_port, greedy, run, wait_until_up
 
 ROOT = TREE.parents[1]
 
@@ -36,16 +35,10 @@ def threads_of(process: subprocess.Popen[str]) -> int:
 def test_the_served_engine_gives_the_tokens_of_the_stock_one(llama: Path, drafter: Path) -> None:
     port = free_port()
     process = hook("--", "--target", str(llama), "--drafter", str(drafter), "--port", str(port), "--threads", "1")
-    for _ in range(600):
-        assert process.poll() is None, process.communicate()
-        try:
-            httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
-            break
-        except httpx.TransportError:
-            time.sleep(0.1)
+    url = wait_until_up(process, port)
     body = {"input_ids": PROMPT, "sampling_params": greedy(40)}
     before = threads_of(process)
-    answer = httpx.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=60).json()
+    answer = httpx.post(f"{url}/generate", json=body, timeout=60).json()
     after = threads_of(process)
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=60)[0]
