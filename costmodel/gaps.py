@@ -177,4 +177,4 @@ def predicted_gain(table: GapTable, components: Iterable[str], *, reached: float
     if unknown:
         raise CostModelError(f"no component {', '.join(sorted(unknown))} in this table; it has {', '.join(rows)}")
     saved = sum(max(rows[name].measured_ms - rows[name].bound_ms / reached, 0.0) for name in wanted)
-    return gain_of_saving(sum(row.measured_ms for row in table.rows), saved)
+    return gain_of_saving(table.profiled_ms, saved)

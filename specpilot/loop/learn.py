@@ -117,7 +117,7 @@ def predicted_ms(table: GapTable | None, claim: Claim) -> float | None:
     if table is None or found is None or claim.predicted_gain is None:
         return None
     measured, bound = found
-    saved = sum(row.measured_ms for row in table.rows) * (1.0 - 1.0 / claim.predicted_gain)
+    saved = table.profiled_ms * (1.0 - 1.0 / claim.predicted_gain)
     return max(min(bound, measured), measured - saved)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from specpilot.contracts import AttemptState, GapTable
 from specpilot.journal import AttemptRow
 from specpilot.loop.context import RunContext
@@ -35,12 +37,15 @@ def merge_records(context: RunContext) -> list[Merged]:
 
 def profile_of(context: RunContext, commit: str) -> GapTable | None:
     """The newest gap table of an engine, if it was profiled and told something."""
-    keys = context.journal.finished_keys(lambda key: key.endswith(("/observe", "/gaps")))
-    tables: list[GapTable] = [context.journal.result(key, GapTable) for key in reversed(keys)]
-    return next((table for table in tables if table.commit == commit and table.rows), None)
+    return next((table for table in _profiles(context) if table.commit == commit and table.rows), None)
 
 
 def present_gaps(context: RunContext) -> GapTable | None:
     """The newest gap table on record."""
-    keys = context.journal.finished_keys(lambda key: key.endswith(("/observe", "/gaps")))
-    return context.journal.result(keys[-1], GapTable) if keys else None
+    return next(_profiles(context), None)
+
+
+def _profiles(context: RunContext) -> Iterator[GapTable]:
+    """The run's gap tables, newest first."""
+    for key in reversed(context.journal.finished_keys(lambda key: key.endswith(("/observe", "/gaps")))):
+        yield context.journal.result(key, GapTable)
