@@ -117,8 +117,8 @@ class Service:
             logprobs=logprobs,
             detokenizer=Detokenizer(self.codec, params.skip_special_tokens) if params.stop else None,
         )
-        generation = Generation(request, queue, TextStream(self.codec, params.stop, params.skip_special_tokens))
-        generation.thread = self.thread
+        text = TextStream(self.codec, params.stop, params.skip_special_tokens)
+        generation = Generation(request, queue, text, thread=self.thread)
         self.thread.submit(request)
         return generation
 
