@@ -93,13 +93,15 @@ def test_bits_of_the_twin_and_of_any_row_count(shape: Shape, make: object) -> No
         return
     alone = product(packed, x[:1], shape)
     reference = x.double() @ weight.double().T
+    # Half a unit in the last of BF16's 8 bits, and float32 additions of terms that may be far larger than their sum.
+    allowed = 2**-8 * reference.abs() + 2**-16 * (x.double().abs() @ weight.double().abs().T)
     for m in ROWS:
         if not shape.fits(2048, m):
             continue
         y = product(packed, x[:m], shape)
         assert same_bits(y, product(twin, x[:m], shape)), "12-bit and BF16 weights give different bits"
         assert same_bits(y[:1], alone), "a row's result depends on the others"
-        assert ((y.double() - reference[:m]).norm() / reference[:m].norm()).item() < 3e-3
+        assert ((y.double() - reference[:m]).abs() <= allowed[:m]).all()
 
 
 def test_every_pattern_reaches_the_product() -> None:
