@@ -5,7 +5,7 @@
 The variable is a regular expression over module names; without it nothing happens. Every bfloat16 linear layer whose name it
 finds is encoded once the weights are there, also of a drafter, and multiplies from 12 bits in steps of up to 64 rows
 (requests at once, times the block of a drafter); above, the library multiplies by the BF16 weight, which stays beside. With
-SPECPILOT_SGLANG_W12_FREE=1 it is freed instead: a quarter less memory than BF16, but 65 rows and more take twice as long. Heads keep
+SPECPILOT_SGLANG_W12_FREE=1 it is freed instead: a quarter less memory than BF16, but a step of 128 rows takes half as long again. Heads keep
 theirs, since drafters read it. Layers whose weight others read (`kv_b_proj`) and those of vision towers stay as they
 are. Weights cannot be updated afterwards. Outputs are those of the BF16 weights, in another order of additions than cuBLAS's.
 
