@@ -32,6 +32,7 @@ from specpilot.gate.policy import policy_of
 from specpilot.gate.records import CheatOutcome, GatePolicy, SelfTestResult, TimeFloor
 from specpilot.gate.trial import Bench, timed_leg, try_cheat, try_honest
 from specpilot.models import ResolvedModels
+from specpilot.words import count
 from specpilot.workspace import Workspace
 
 TOKENS = 32
@@ -69,6 +70,8 @@ class SelfTestContext:
     aa_pairs: int = 4
     """Fewest pairs of the A/A comparison; 0 leaves it out (tests)."""
     on_outcome: Callable[[CheatOutcome], None] | None = None
+    doing: Callable[[str], None] = lambda text: None
+    """Told what begins."""
 
 
 def self_test(context: SelfTestContext, cheats: str | Iterable[str] = "quick") -> SelfTestResult:
@@ -82,6 +85,7 @@ def self_test(context: SelfTestContext, cheats: str | Iterable[str] = "quick") -
     base_leg, honest, comparison = _alone(context, bench)
     chosen = _select(context, cheats, base_leg, bench.policy)
     bench = replace(bench, base_legs=[base_leg]).with_threads(_threads(context.deployment) // context.parallel)
+    context.doing(f"self-test: {count(len(chosen), 'planted cheat')}, {context.parallel} at a time")
     outcomes = _run_cheats(context, bench, chosen)
     result = SelfTestResult(
         passed=all(o.caught for o in [*outcomes, *honest]),
@@ -165,6 +169,7 @@ def _alone(context: SelfTestContext, bench: Bench) -> tuple[Leg, list[CheatOutco
                 comparison = _a_against_a(context, bench, base, tree, commit) if context.aa_pairs else None
             finally:
                 context.reference.thaw()
+            context.doing("self-test: the unchanged engine as a candidate; it must pass")
             honest = [try_honest(base, replace(bench, base_legs=[leg]))]
             if honest[0].got in MACHINE:
                 raise InfrastructureError(f"the unchanged engine failed: {honest[0].evidence}", "see the engine logs")
@@ -176,6 +181,9 @@ def _alone(context: SelfTestContext, bench: Bench) -> tuple[Leg, list[CheatOutco
 def _a_against_a(context: SelfTestContext, bench: Bench, base: EngineServer, tree: Path, commit: str) -> Comparison:
     fewest = max(2, context.aa_pairs)
     settings = MeasurementSettings(min_pairs=fewest, max_pairs=max(fewest, AA_MOST_PAIRS), output_tokens_timed=TOKENS)
+    context.doing(
+        f"self-test: the unchanged engine against itself, {fewest} to {settings.max_pairs} pairs, about {AA_SECONDS:.0f} s at most"
+    )
     base.freeze()
     try:
         with bench.server("aa", tree, commit) as other:

@@ -97,7 +97,7 @@ def _measure(
                 return comparison, legs, None
             base.freeze()
             started.thaw()
-            context.doing(f"{candidate.attempt_id}: the gate's own prompts, at several loads")
+            context.doing("the gate's own prompts, at several loads", candidate.attempt_id)
             hidden = run_hidden_pass(
                 started,
                 pool,
@@ -162,7 +162,7 @@ def _judge(
 ) -> Verdict:
     """Forces the recorded tokens through the reference, which is started only now: the candidate is gone by then."""
     calibration: Calibration = context.journal.result("calibrate", Calibration)
-    context.doing(f"{candidate.attempt_id}: its tokens are forced through the reference")
+    context.doing("its tokens are forced through the reference", candidate.attempt_id)
     with context.engine(context.trees.first_commit, "reference", f"{key}-reference") as reference:
         return judge(
             candidate,

@@ -122,9 +122,9 @@ class RunContext:
         if bubblewrap() is None:
             self.say("note", level="warning", text=UNCONFINED)
 
-    def doing(self, text: str) -> None:
-        """Says what begins now and gives no sign of life for some seconds."""
-        self.say("doing", text=text)
+    def doing(self, text: str, attempt: str | None = None) -> None:
+        """Says what begins now and gives no sign of life for some seconds; `attempt`: whom it is about."""
+        self.say("doing", text=text, **({"attempt": attempt} if attempt else {}))
 
     def tell_again(self, known: bool, kind: str, **data: Any) -> None:
         """Shows the event of a step; the journal has it already where the step had finished before (`known`)."""

@@ -29,7 +29,8 @@ def merge_winners(
         key = f"r{number}/merge/{candidate.attempt_id}"
         free = candidate.base_commit == head
         if not free and not context.journal.finished(key) and context.budget.may_start(EXPECTED_MERGE_S):
-            context.say("note", text=f"{candidate.attempt_id}: accepted, not merged: wall clock", level="warning")
+            name = " ".join(filter(None, (candidate.attempt_id, candidate.claim.mechanism)))
+            context.say("note", text=f"{name}: accepted, but no time is left to merge it", level="warning")
             break
         step = merge_one(context, key, candidate, assessment, head)
         steps.append(step)
@@ -65,6 +66,7 @@ def _next(context: RunContext, key: str, candidate: Candidate, head: str) -> Mer
     outcome = context.trees.merge(head, candidate.commit, candidate.base_commit, key.replace("/", "-"))
     if outcome.commit is None:
         return _step(candidate, head, head, None, outcome.conflict, Reason.does_not_apply)
+    context.doing("laid on the head, measured in pairs with it", candidate.attempt_id)
     summed = candidate.model_copy(update={"commit": outcome.commit, "base_commit": head})
     assessment = assess(context, f"{key}/assess", summed, head)
     if assessment.accepted:

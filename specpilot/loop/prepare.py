@@ -140,11 +140,8 @@ def _self_test(context: RunContext) -> None:
         return
 
     def run() -> SelfTestResult:
-        context.doing("self-test: the reference starts")
+        context.doing("self-test: the reference and the unchanged engine start")
         with context.engine(context.trees.first_commit, "reference", "selftest-reference") as reference:
-            context.doing(
-                "self-test: the unchanged engine is timed against itself, then the planted cheats, two at a time"
-            )
             return self_test(
                 SelfTestContext(
                     deployment=context.deployment,
@@ -158,6 +155,7 @@ def _self_test(context: RunContext) -> None:
                     floor=time_floor(context),
                     recorder=context.recorder("selftest"),
                     on_outcome=lambda outcome: _show(context, outcome),
+                    doing=context.doing,
                 ),
                 cheats,
             )

@@ -104,7 +104,9 @@ def _assess_all(
                 if item.worker != "external":  # an outsider's goes on waiting: nobody would propose it again
                     supersede(context, item.attempt_id, NOT_MEASURED)
                 continue
-        context.say("phase", name=f"round {number}", detail=f"measuring {item.attempt_id}: {item.component}")
+        where = "" if item.component == "*" else f", for {item.component}"
+        detail = f"measured in pairs with the round's base{where}"
+        context.say("phase", name=f"round {number}", detail=detail, attempt=item.attempt_id)
         assessment = assess(context, key, item.candidate, item.candidate.base_commit)
         settle(context, item.candidate, assessment)
         done.append((item.candidate, assessment))

@@ -86,6 +86,8 @@ class RunState:
         words = self.phase.split()
         if len(words) == 2 and words[0] == "round" and words[1].isdigit():
             self.round = int(words[1])
+        if data.get("attempt"):
+            self.detail = f"{label(self._line(data))}: {self.detail}"
         return [f"{self.phase}: {self.detail}" if self.detail else self.phase]
 
     def _calibration(self, data: dict[str, Any]) -> list[str]:
@@ -135,6 +137,8 @@ class RunState:
 
     def _doing(self, data: dict[str, Any]) -> list[str]:
         self.detail = str(data.get("text", ""))
+        if self.detail and data.get("attempt"):
+            self.detail = f"{label(self._line(data))}: {self.detail}"
         return [f"{self.phase}: {self.detail}"] if self.detail else []
 
     def _extended(self, data: dict[str, Any]) -> list[str]:

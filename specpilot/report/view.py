@@ -26,14 +26,14 @@ class RunView:
 
     Kinds of events and the fields they carry (all optional; more are ignored):
 
-    - `phase`: name (`prepare`, `gate`, `baselines`, `round 1`, `closing`), detail
+    - `phase`: name (`prepare`, `gate`, `baselines`, `round 1`, `closing`), detail, attempt: whom it is about
     - `calibration`: the fields of `contracts.Calibration`
     - `selftest`: one planted cheat (cheat, caught, got, expected), or outcomes: a list of them
     - `selftest-end`: passed, caught, cheats, null_ratio, null_low, null_high
     - `baseline`: variants {name: {decode_tokens_per_s, accepted_length, ...}}, ratios [{of, over, ratio, low, high}]
     - `gaps`: the fields of `contracts.GapTable`
     - `prompts`: done, of: how far a session of several engines is
-    - `doing`: text: what begins now and is silent for some seconds
+    - `doing`: text: what begins now and is silent for some seconds; attempt: whom it is about
     - `attempt`: id, round, worker, component, mechanism, task, state, reason, detail
     - `pair`: attempt, pair, of, mean, low, high (progress of a comparison; prints no line)
     - `comparison`: attempt, and the fields of `contracts.Comparison`

@@ -55,8 +55,14 @@ def test_forcing_agrees_with_transformers(context: SelfTestContext) -> None:
 
 def test_planted_cheats_are_rejected_and_the_unchanged_engine_passes(context: SelfTestContext) -> None:
     told: list[str] = []
-    result = self_test(replace(context, on_outcome=lambda outcome: told.append(outcome.cheat)), CHEATS)
+    begun: list[str] = []
+    told_of = replace(context, on_outcome=lambda outcome: told.append(outcome.cheat), doing=begun.append)
+    result = self_test(told_of, CHEATS)
     assert sorted(told) == sorted(CHEATS)
+    assert begun[-2:] == [
+        "self-test: the unchanged engine as a candidate; it must pass",
+        "self-test: 3 planted cheats, 2 at a time",
+    ]
     assert [(o.cheat, o.got) for o in result.outcomes] == [
         ("evaluator-edit", Reason.outside_editable),
         ("lossy-accept", Reason.token_mismatch),

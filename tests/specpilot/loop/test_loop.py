@@ -105,7 +105,7 @@ def test_what_is_silent_for_long_is_said_as_it_begins(ended: Path) -> None:
     """Each line stands before the event that tells its result."""
     journal = Journal.open(ended / JOURNAL_NAME)
     events, [merged] = journal.events(), journal.attempts(state=AttemptState.merged)
-    told = [f"{e.kind}: {e.data.get('text') or e.data.get('attempt') or ''}" for e in events]
+    told = [f"{e.kind}: {': '.join(e.data[key] for key in ('attempt', 'text') if e.data.get(key))}" for e in events]
 
     def place(beginning: str) -> int:
         return next(position for position, line in enumerate(told) if line.startswith(beginning))

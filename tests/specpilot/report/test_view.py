@@ -122,6 +122,18 @@ def test_a_session_of_several_engines_tells_how_far_it_is():
     assert state.detail.startswith("3 of 8")
 
 
+def test_what_is_done_to_an_attempt_names_it_in_full():
+    state = RunState()
+    state.apply(
+        "attempt", {"id": "r3-search-1", "worker": "search", "mechanism": "set-pack-rows-32", "state": "submitted"}
+    )
+    phase = {"name": "round 3", "detail": "measured in pairs with the round's base", "attempt": "r3-search-1"}
+    named = "round 3: r3-search-1 set-pack-rows-32: "
+    assert state.apply("phase", phase) == [named + "measured in pairs with the round's base"]
+    assert state.apply("doing", {"text": "laid on the head", "attempt": "r3-search-1"}) == [named + "laid on the head"]
+    assert state.apply("doing", {"text": "starting ar, stock"}) == ["round 3: starting ar, stock"]
+
+
 def test_screen_shows_every_part_and_fits_a_small_terminal():
     console = Console(file=io.StringIO(), width=110, height=50, force_terminal=True)
     view = RunView("demo", "run-1", console=console)
