@@ -139,7 +139,7 @@ def _warn(rows: Sequence[Gap], bounds: Mapping[str, Bound], measured: bool) -> l
         return []
     warnings = [
         f"{row.component}: measured {row.measured_ms:.3f} ms is below its bound of {row.bound_ms:.3f} ms "
-        f"({row.ratio:.0%} of the roof): the model is wrong here"
+        f"({row.ratio:.0%} of the roof): the engine does less than the model counts there, or the model is wrong"
         for row in rows
         if row.ratio > 1.0
     ]
